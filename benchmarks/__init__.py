@@ -1,0 +1,1 @@
+"""What is measured, and the machinery that measures it."""
