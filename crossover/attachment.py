@@ -1,0 +1,222 @@
+"""What is attached to the user's optimizer: hooks around ``step()``, and the methods that Horovod's users call."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from crossover import telemetry
+from crossover.engine import Engine
+from crossover.reduction import Traffic
+from crossover.telemetry import StepRecord
+
+if TYPE_CHECKING:
+    from torch.distributed.algorithms.join import JoinHook
+
+logger = logging.getLogger("crossover")
+
+ATTRIBUTE = "_crossover"
+METHODS = (
+    "synchronize",
+    "skip_synchronize",
+    "no_sync",
+    "flush",
+    "flushed",
+    "set_backward_passes_per_step",
+    "zero_grad",
+    "join_hook",
+)
+
+
+class Attachment:
+    """One wrapped optimizer. Its public methods are made available on the optimizer itself.
+
+    Attributes:
+        engine: brings gradients together; ``None`` for a lone rank and for ranks outside the process set.
+        number: how many optimizers were wrapped before this one.
+        steps: steps in which shared gradients were applied.
+    """
+
+    attached: ClassVar[weakref.WeakSet[Attachment]] = weakref.WeakSet()
+    _numbers: ClassVar[Iterator[int]] = itertools.count()
+
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.engine = engine
+        self.number = next(self._numbers)
+        self.steps = 0
+        self._shares_at_step = 0
+        self._partial_windows = 0
+        self._warned: set[str] = set()
+        self._last_step_s: float | None = None
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> Attachment | None:
+        """The attachment of a wrapped optimizer, ``None`` if it is not wrapped."""
+        return getattr(optimizer, ATTRIBUTE, None)
+
+    @classmethod
+    def attach(cls, optimizer: torch.optim.Optimizer, engine: Engine | None) -> torch.optim.Optimizer:
+        """Attach to ``optimizer`` and return it. What is attached goes when the optimizer goes; copies are bare."""
+        attachment = cls(optimizer, engine)
+        setattr(optimizer, ATTRIBUTE, attachment)
+        for method in METHODS:
+            setattr(optimizer, method, getattr(attachment, method))
+        optimizer.register_step_post_hook(attachment._after_step)
+        if engine is not None:
+            optimizer.register_step_pre_hook(attachment._before_step)
+            engine.before_share = attachment._notify_join
+            engine.after_first_share = attachment._expect_skipped_step
+            parameter = optimizer.param_groups[0]["params"][0]
+            optimizer.join_device = parameter.device  # type: ignore[attr-defined]
+            optimizer.join_process_group = getattr(engine.communicator, "group", None)  # type: ignore[attr-defined]
+            weakref.finalize(optimizer, engine.detach)
+        cls.attached.add(attachment)
+        return optimizer
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The user's optimizer."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
+
+    # -- methods on the optimizer ------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Share gradients that were accumulated on this rank only. Collective if there are any, else does nothing.
+
+        Never needed before clipping: gradients are averaged when ``backward()`` returns. For Horovod scripts.
+        """
+        if self.engine is not None and self.engine.unshared:
+            self.engine.share()
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Does nothing, as ``step()`` never averages a second time. For Horovod scripts."""
+        yield
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add to ``p.grad`` on this rank only; the next one outside shares the sum.
+
+        May be nested, may surround backward alone or forward and backward. Gradients that are still unshared when
+        ``step()`` is called are shared then.
+        """
+        with contextlib.nullcontext() if self.engine is None else self.engine.no_sync():
+            yield
+
+    def flush(self) -> None:
+        """Bring all that is in flight to its end: equal parameters on every rank afterwards. Collective."""
+        if self.engine is not None:
+            self.engine.schedule.flush()
+
+    @contextlib.contextmanager
+    def flushed(self) -> Iterator[None]:
+        """:meth:`flush`, then evaluate or save inside. Collective on entering."""
+        self.flush()
+        yield
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change the number of backward passes in a window; all ranks at the same step."""
+        if not isinstance(passes, int) or passes < 1:
+            raise ValueError(f"passes: is {passes!r}; it has to be a whole number of 1 or more")
+        if self.engine is not None:
+            self.engine.backward_passes_per_step = passes
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """The optimizer's own ``zero_grad``; gradients of an unfinished window are dropped."""
+        if self.engine is not None:
+            self.engine.drop_window()
+        type(self.optimizer).zero_grad(self.optimizer, *args, **kwargs)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For ``torch.distributed.algorithms.Join([optimizer])``: uneven inputs, averages over the ranks with data."""
+        from crossover.joining import OptimizerJoinHook
+
+        return OptimizerJoinHook(self)
+
+    # -- around the user's step --------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        assert self.engine is not None
+        if self.engine.unshared:
+            self._partial_windows += 1
+            if self._partial_windows == 2:
+                self._warn_once(
+                    f"step() is called after {self.engine.passes} of {self.engine.backward_passes_per_step} backward "
+                    "passes, time after time, so every window is shared early; call step() once in "
+                    "backward_passes_per_step passes, or set backward_passes_per_step=1"
+                )
+        elif self.engine.shares > self._shares_at_step:
+            self._partial_windows = 0
+        if self.engine.unshared or self.engine.found_unhooked_gradients():
+            self.engine.share()
+        self.engine.schedule.before_step()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        shares = 0
+        if self.engine is not None:
+            shares, self._shares_at_step = self.engine.shares - self._shares_at_step, self.engine.shares
+            if not shares:
+                return  # a checkpoint library filling in optimizer state, not a training step
+            self.engine.schedule.stepped()
+            if shares > 1:
+                self._warn_once(
+                    f"{shares} backward passes were averaged over ranks for one step(), where one would do; freeze "
+                    "parameters that this loss does not train (requires_grad_(False)), or run the other passes "
+                    "within optimizer.no_sync()"
+                )
+        self.steps += 1
+        if (recorder := telemetry.active()) is not None:
+            recorder.emit(self._record(shares))
+
+    def _record(self, shares: int) -> StepRecord:
+        now = time.perf_counter()
+        begin, self._last_step_s = self._last_step_s, now
+        traffic = Traffic() if self.engine is None else self.engine.reduction.take_traffic()
+        reason = "one rank only"
+        if self.engine is not None:
+            reason = f"{type(self.engine.schedule).__name__}: every step is shared"
+        return StepRecord(
+            step=self.steps - 1,
+            rank=0 if self.engine is None else self.engine.communicator.ranks[self.engine.communicator.rank],
+            start_s=now if begin is None else begin,
+            wall_s=time.time(),
+            step_s=None if begin is None else now - begin,
+            synchronised=self.engine is not None,
+            reason=reason,
+            bytes_sent=traffic.nbytes,
+            collectives=traffic.collectives,
+            communication_s=traffic.communication_s,
+            exposed_s=traffic.exposed_s,
+            hidden_s=max(traffic.communication_s - traffic.exposed_s, 0.0),
+            extra={"shared_passes": shares},
+        )
+
+    def _expect_skipped_step(self) -> None:
+        """``GradScaler`` skips a first step that overflowed; torch would warn that the scheduler stepped before it."""
+        gradients = [parameter.grad for group in self.optimizer.param_groups for parameter in group["params"]]
+        if not all(bool(g.isfinite().all()) for g in gradients if type(g) is torch.Tensor and g.layout is torch.strided):
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _notify_join(self) -> None:
+        from torch.distributed.algorithms.join import Join
+
+        if hasattr(self.optimizer, "_join_config"):
+            work = Join.notify_join_context(self.optimizer)  # type: ignore[arg-type]
+            if work is not None:
+                work.wait()
+
+    def _warn_once(self, message: str) -> None:
+        assert self.engine is not None
+        if message[:20] not in self._warned and self.engine.communicator.rank == 0:
+            logger.warning("crossover: %s", message)
+        self._warned.add(message[:20])

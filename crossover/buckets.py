@@ -1,0 +1,233 @@
+"""Flat buffers that hold the gradients of several parameters: the unit of communication.
+
+:func:`plan_buckets` decides which parameters travel together; :class:`Bucket` is one such buffer, with the views into
+it that serve as ``p.grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MEBIBYTE = 1 << 20
+DEFAULT_CAP_BYTES = 25 * MEBIBYTE
+DEFAULT_FIRST_CAP_BYTES = MEBIBYTE  # the first bucket is small so that communication starts early in backward
+ALIGNMENT_BYTES = 16
+SMALL_TENSOR_BYTES = 32 * 1024  # below this, copying many tensors in one call beats scaling each one while it is copied
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What the planner has to know of one parameter.
+
+    Attributes:
+        nbytes: size of its gradient in bytes.
+        kind: parameters of different kinds (dtype, device) never share a bucket.
+        group: parameters that the user grouped share one bucket of their own, or ``None``.
+    """
+
+    nbytes: int
+    kind: Hashable
+    group: int | None = None
+
+
+def plan_buckets(
+    items: Sequence[Item],
+    order: Sequence[int],
+    cap_bytes: int = DEFAULT_CAP_BYTES,
+    first_cap_bytes: int = DEFAULT_FIRST_CAP_BYTES,
+) -> list[list[int]]:
+    """Share out parameters to buckets in the order in which their gradients become ready.
+
+    A bucket is closed once it holds ``cap_bytes`` or more (``first_cap_bytes`` for the first of its kind); a user's
+    group is never cut nor mixed.
+
+    Args:
+        items: one entry a parameter.
+        order: indices into ``items`` in the order in which gradients arrive, each once.
+        cap_bytes: size at which a bucket is closed.
+        first_cap_bytes: the same for the first bucket of each kind.
+
+    Returns:
+        Lists of indices. Buckets stand in the order in which they fill, so they can be sent one after the other.
+
+    Example:
+        >>> plan_buckets([Item(4, "f"), Item(4, "f"), Item(4, "f")], order=[2, 1, 0], cap_bytes=8, first_cap_bytes=4)
+        [[2], [1, 0]]
+    """
+    opened: dict[Hashable, list[int]] = {}
+    filled: dict[Hashable, int] = {}
+    limits: dict[Hashable, int] = {}
+    buckets: list[list[int]] = []
+    for index in order:
+        item = items[index]
+        key = (item.kind, item.group)
+        if key not in opened:
+            opened[key] = []
+            filled[key] = 0
+            buckets.append(opened[key])
+        opened[key].append(index)
+        filled[key] += item.nbytes
+        if item.group is None and filled[key] >= limits.get(key, first_cap_bytes):
+            limits[key] = cap_bytes
+            del opened[key]
+    position = {index: place for place, index in enumerate(order)}
+    return sorted(buckets, key=lambda bucket: position[bucket[-1]])
+
+
+@dataclass(slots=True)
+class Slot:
+    """One parameter's place in a bucket.
+
+    Attributes:
+        index: position of the parameter among all parameters of the optimizer.
+        name: for messages.
+        parameter: the parameter itself.
+        view: its part of the buffer, with the parameter's shape and, where that is dense, its strides.
+        pointer: address of ``view``, by which a gradient that already lives in the bucket is recognised.
+        sparse_dimensions: set while a sparse gradient travels as a dense one.
+    """
+
+    index: int
+    name: str
+    parameter: Tensor
+    view: Tensor
+    pointer: int
+    sparse_dimensions: int | None = None
+
+
+class Bucket:
+    """The gradients of some parameters of one dtype on one device, in one flat buffer.
+
+    Behind the gradients the buffer carries one flag per parameter, the number of ranks that have a gradient for it,
+    and the number of ranks that take part only to keep others from waiting (see :meth:`join`). They travel in the
+    same all-reduce, so that a parameter that no rank used stays ``None`` everywhere without a collective of its own.
+
+    Attributes:
+        index: position in launch order.
+        name: readable name of its collectives.
+        buffer: flat, real-valued; gradients first, then the flags.
+        slots: the parameters, in the order in which their gradients arrive.
+        pending: gradients that have not arrived in this backward pass.
+        arrived: one byte per slot, set once its gradient arrived in this backward pass.
+        missing: slots without a gradient on this rank when it was last gathered.
+    """
+
+    def __init__(self, index: int, members: Sequence[tuple[int, str, Tensor]]) -> None:
+        first = members[0][2]
+        self.index = index
+        self.name = f"bucket{index}"
+        self.dtype = first.dtype
+        self.device = first.device
+        self._ordinal = first.get_device()
+        real = torch.empty(0, dtype=first.dtype).real.dtype
+        step = max(ALIGNMENT_BYTES // first.element_size(), 1)
+        offsets, end = [], 0
+        for _, _, parameter in members:
+            offsets.append(end)
+            end += -(-parameter.numel() // step) * step
+        scale = 2 if first.is_complex() else 1
+        self.buffer = torch.zeros(end * scale + len(members) + 1, dtype=real, device=first.device)
+        self.gradients = self.buffer[: end * scale]
+        self.flags = self.buffer[end * scale : -1]
+        self.absent = self.buffer[-1:]
+        typed = self.gradients.view(first.dtype) if first.is_complex() else self.gradients
+        self.slots = [
+            _slot(index, name, parameter, typed, offset)
+            for (index, name, parameter), offset in zip(members, offsets, strict=True)
+        ]
+        self._small = end * first.element_size() < len(members) * SMALL_TENSOR_BYTES
+        self.missing: list[int] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Expect every gradient anew."""
+        self.pending = len(self.slots)
+        self.arrived = bytearray(len(self.slots))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer, flags included."""
+        return self.buffer.numel() * self.buffer.element_size()
+
+    @torch.no_grad()
+    def gather(self, scale: float) -> None:
+        """Bring this rank's gradients into the buffer, multiplied by ``scale``; a missing gradient counts as zero.
+
+        From here on ``p.grad`` is the view, so that the memory of a gradient produced elsewhere is free at once.
+        """
+        outside: list[Slot] = []
+        sources: list[Tensor] = []
+        missing: list[int] = []
+        inside = False
+        for place, slot in enumerate(self.slots):
+            gradient = slot.parameter.grad
+            if gradient is None:
+                missing.append(place)
+            elif gradient.layout is torch.strided and gradient.data_ptr() == slot.pointer:
+                inside = True
+            else:
+                outside.append(slot)
+                sources.append(self._checked(slot, gradient))
+        self._copy(sources, [slot.view for slot in outside], scale, inside)
+        for slot in outside:
+            if slot.sparse_dimensions is None:
+                slot.parameter.grad = slot.view
+        self.flags.fill_(1)
+        self.absent.zero_()
+        for place in missing:
+            self.slots[place].view.zero_()
+            self.flags[place] = 0
+        self.missing = missing
+
+    def _copy(self, sources: list[Tensor], places: list[Tensor], scale: float, inside: bool) -> None:
+        if scale != 1.0 and not self._small and not inside:
+            for source, place in zip(sources, places, strict=True):
+                torch.mul(source, scale, out=place)
+            return
+        if sources:
+            torch._foreach_copy_(places, sources)
+        if scale != 1.0:
+            self.gradients.mul_(scale)
+
+    def _checked(self, slot: Slot, gradient: Tensor) -> Tensor:
+        if gradient.dtype is not self.dtype or gradient.get_device() != self._ordinal:
+            raise ValueError(
+                f"parameter {slot.name!r}: was {self.dtype} on {self.device} when it was wrapped and its gradient is "
+                f"now {gradient.dtype} on {gradient.device}; convert or move the model before DistributedOptimizer(...)"
+            )
+        if gradient.layout is torch.strided:
+            return gradient
+        slot.sparse_dimensions = gradient.sparse_dim()
+        return gradient.to_dense()
+
+    def join(self) -> None:
+        """Stand in for this rank's gradients with nothing, and say so: the average is then over the other ranks."""
+        self.buffer.zero_()
+        self.absent.fill_(1)
+        self.missing = []
+
+    @torch.no_grad()
+    def scatter(self) -> None:
+        """Let every ``p.grad`` be its part of the buffer; one that no rank had stays as it is."""
+        unused: set[int] = set()
+        if self.missing:
+            flags = self.flags.tolist()
+            unused = {place for place in self.missing if not flags[place]}
+        for place, slot in enumerate(self.slots):
+            if slot.sparse_dimensions is not None:
+                slot.parameter.grad = slot.view.to_sparse(slot.sparse_dimensions)
+                slot.sparse_dimensions = None
+            elif slot.parameter.grad is not slot.view and place not in unused:
+                slot.parameter.grad = slot.view
+
+
+def _slot(index: int, name: str, parameter: Tensor, flat: Tensor, offset: int) -> Slot:
+    part = flat[offset : offset + parameter.numel()]
+    # torch keeps strides in an empty_like only where memory is dense and not overlapping, which is just what a view
+    # needs
+    view = part.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
+    return Slot(index, name, parameter, view, view.data_ptr())

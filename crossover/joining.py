@@ -1,0 +1,79 @@
+"""Uneven inputs: ranks that run out of data stand in until the last one has finished."""
+
+from __future__ import annotations
+
+from torch.distributed.algorithms.join import JoinHook
+
+from crossover import runtime
+from crossover.attachment import Attachment
+from crossover.collectives import broadcast_optimizer_state, broadcast_parameters
+from crossover.engine import Engine
+
+
+class OptimizerJoinHook(JoinHook):
+    """What a rank without data does for one optimizer within ``torch.distributed.algorithms.Join``."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = attachment
+
+    def main_hook(self) -> None:
+        """Stand in for one shared pass."""
+        assert self._attachment.engine is not None
+        self._attachment.engine.stand_in()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take the state of a rank that trained to the end."""
+        _take_state_of_last(self._attachment, int(is_last_joiner))
+
+
+def join(device: int = -1) -> int:
+    """Stand in for all optimizers until every rank has called ``join()``. Collective in that sense.
+
+    Gradients are then averages over the ranks that still have data. Afterwards every rank holds the parameters and
+    the optimizer state of the last rank to join. Several optimizers are served in the order in which they were
+    wrapped, so each step has to share each of them once, in that order; other collectives of ranks that go on are not
+    stood in for.
+
+    Args:
+        device: accepted for Horovod scripts; not needed.
+
+    Returns:
+        The last rank to join; of several, the highest.
+
+    Example:
+        >>> import crossover as xo
+        >>> xo.init()
+        >>> xo.join()
+        0
+    """
+    communicator = runtime.context().communicator
+    attachments = sorted((a for a in Attachment.attached if a.engine is not None), key=lambda a: a.number)
+    rounds = 0
+    while attachments:
+        absent = [_engine(attachment).stand_in() for attachment in attachments]
+        if all(count == _engine(a).communicator.size for a, count in zip(attachments, absent, strict=True)):
+            break
+        rounds += 1
+    # The fewer rounds a rank stood in, the later it joined.
+    waited = communicator.all_gather_object(rounds, name="join.rounds")
+    last = max(rank for rank, count in enumerate(waited) if count == min(waited))
+    for attachment in attachments:
+        if len(set(waited)) > 1:
+            _take_state_of_last(attachment, int(communicator.rank == last))
+    return communicator.ranks[last]
+
+
+def _engine(attachment: Attachment) -> Engine:
+    assert attachment.engine is not None
+    return attachment.engine
+
+
+def _take_state_of_last(attachment: Attachment, is_last: int) -> None:
+    """Copy parameters and optimizer state from the highest rank that joined last. Collective."""
+    engine = _engine(attachment)
+    claims = engine.communicator.all_gather_object(is_last, name="join.last")
+    root = engine.communicator.ranks[max(rank for rank, claim in enumerate(claims) if claim)]
+    groups = attachment.optimizer.param_groups
+    tensors = [parameter for group in groups for parameter in group["params"]]
+    broadcast_parameters([(f"join.{n}", tensor.data) for n, tensor in enumerate(tensors)], root_rank=root)
+    broadcast_optimizer_state(attachment.optimizer, root_rank=root)

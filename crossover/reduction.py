@@ -1,0 +1,152 @@
+"""One bucket's all-reduce: scaling, compression on the wire, and what it cost."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from crossover.buckets import Bucket
+from crossover.comm.communicator import Communicator, Work
+from crossover.telemetry import timeline
+
+
+class Compressor(Protocol):
+    """How a tensor travels: any class with these two static methods, as in Horovod."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        """The tensor to send, and what :meth:`decompress` needs."""
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        """The reduced tensor in its first dtype."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What communication cost since the last step.
+
+    Attributes:
+        nbytes: payload handed to collectives.
+        collectives: how many were started.
+        communication_s: seconds from start to known completion, summed over collectives.
+        exposed_s: seconds the training thread waited.
+    """
+
+    nbytes: int = 0
+    collectives: int = 0
+    communication_s: float = 0.0
+    exposed_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """Factors before and after the sum over ranks.
+
+    An average divides *before* the sum, so that low precision does not overflow as ranks are added; where ranks have
+    joined early, the factor after the sum turns it into the average over the ranks that took part.
+    """
+
+    before: float
+    after: float
+    average: bool
+
+
+def scaling_for(average: bool, size: int, predivide: float) -> Scaling:
+    """The factors for an average or a sum over ``size`` ranks; ``predivide`` splits the division as Horovod does."""
+    if not average:
+        return Scaling(1.0, 1.0, average=False)
+    if predivide == 1.0:
+        return Scaling(1.0 / size, 1.0, average=True)
+    return Scaling(1.0 / predivide, predivide / size, average=True)
+
+
+class PendingReduction:
+    """A gathered bucket of which parts, or all, are on their way."""
+
+    __slots__ = ("_parts", "_reduction", "bucket")
+
+    def __init__(self, reduction: Reduction, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self._reduction = reduction
+        self._parts: list[tuple[Tensor, Tensor, Any, Work, int]] = []
+
+    def send(self, start: int = 0, stop: int | None = None) -> None:
+        """Start the all-reduce of elements ``start`` to ``stop`` of the buffer. Same order of calls on every rank."""
+        part = self.bucket.buffer if stop is None else self.bucket.buffer[start:stop]
+        reduction = self._reduction
+        wire, context = part, None
+        if reduction.compression is not None:
+            wire, context = reduction.compression.compress(part)
+        started = time.perf_counter_ns()
+        work = reduction.communicator.all_reduce(wire, name=f"{reduction.name}.{self.bucket.name}.{start}")
+        reduction.traffic.nbytes += wire.numel() * wire.element_size()
+        reduction.traffic.collectives += 1
+        self._parts.append((part, wire, context, work, started))
+
+    def wait(self) -> None:
+        """Leave the reduced gradients in the bucket's buffer. All of it has been sent."""
+        for part, wire, context, work, started in self._parts:
+            before = time.perf_counter_ns()
+            work.wait()
+            self._reduction.account(self.bucket.name, started, before, time.perf_counter_ns())
+            if self._reduction.compression is not None:
+                part.copy_(self._reduction.compression.decompress(wire, context))
+        self._parts.clear()
+        self._reduction.rescale(self.bucket)
+
+
+@dataclass(slots=True)
+class Reduction:
+    """The way gradients of one optimizer are combined over ranks.
+
+    Attributes:
+        communicator: the ranks that take part.
+        scaling: factors around the sum.
+        compression: how buckets travel.
+        name: prefix of the collectives' names.
+        traffic: cost since :meth:`take_traffic` was last called.
+    """
+
+    communicator: Communicator
+    scaling: Scaling
+    compression: type[Compressor] | None = None
+    name: str = "gradients"
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def launch(self, bucket: Bucket) -> PendingReduction:
+        """Start the all-reduce of a gathered bucket. Same order of calls on every rank."""
+        pending = PendingReduction(self, bucket)
+        pending.send()
+        return pending
+
+    @torch.no_grad()
+    def rescale(self, bucket: Bucket) -> None:
+        """Apply to a reduced bucket what scaling is left."""
+        factor = self.scaling.after
+        if self.scaling.average and bucket.device.type == "cpu":
+            absent = float(bucket.absent.item())
+            if absent:
+                factor *= self.communicator.size / max(self.communicator.size - absent, 1)
+        elif self.scaling.average:
+            # asking the device would make the host wait; the factor is 1 unless ranks have joined
+            bucket.gradients.mul_(self.communicator.size / (self.communicator.size - bucket.absent).clamp_(min=1))
+        if factor != 1.0:
+            bucket.gradients.mul_(factor)
+
+    def account(self, name: str, started: int, before: int, after: int) -> None:
+        """Book a wait; times in nanoseconds of ``perf_counter``."""
+        self.traffic.communication_s += (after - started) * 1e-9
+        self.traffic.exposed_s += (after - before) * 1e-9
+        if (writer := timeline.active()) is not None:
+            writer.span("communication", name, started, after)
+            writer.span("exposed", name, before, after)
+
+    def take_traffic(self) -> Traffic:
+        """The cost so far; counting starts again at nothing."""
+        traffic, self.traffic = self.traffic, Traffic()
+        return traffic

@@ -1,0 +1,73 @@
+"""When gradients travel and when they are applied: the interface between the optimizer and a schedule."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from crossover.buckets import Bucket
+    from crossover.reduction import Reduction
+
+
+class Schedule(ABC):
+    """Decides when each bucket of gradients is sent and when its average lands in ``p.grad``.
+
+    The optimizer calls the methods below in the same order on every rank: ``layout`` whenever the buckets were
+    (re)built, then for each shared backward pass ``ready`` once per bucket in launch order, ``finish`` when backward
+    ends, and ``stepped`` after the user's optimizer has stepped. A schedule must start the same collectives in the
+    same order on every rank: it may not look at the clock, at queue lengths or at local values.
+
+    One schedule object serves one optimizer.
+    """
+
+    reduction: Reduction
+    buckets: Sequence[Bucket] = ()
+    bucket_cap_bytes: int | None = None  # a schedule that works on smaller units than the user's bucket size says so
+
+    def attach(self, reduction: Reduction, optimizer: torch.optim.Optimizer) -> None:
+        """Take the means to average a bucket, and the optimizer, which is to be held weakly.
+
+        Raises:
+            ValueError: this object drives another optimizer, or cannot drive this one.
+        """
+        if hasattr(self, "reduction"):
+            raise ValueError(
+                f"schedule: this {type(self).__name__} already drives another optimizer; "
+                f"give each DistributedOptimizer a {type(self).__name__}() of its own"
+            )
+        self.reduction = reduction
+
+    def layout(self, buckets: Sequence[Bucket]) -> None:
+        """Take the buckets, in launch order. Nothing is in flight when this is called."""
+        self.buckets = buckets
+
+    @abstractmethod
+    def ready(self, bucket: Bucket) -> None:
+        """This rank's gradients of ``bucket`` are in its buffer. Called inside backward, in launch order."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Backward ended: leave in every ``p.grad`` what ``step()`` is to apply, or ``None`` where nothing is due."""
+
+    def before_step(self) -> None:
+        """The user's optimizer is about to step, or its gradients are about to be cleared."""
+
+    def stepped(self) -> None:
+        """The user's optimizer has stepped with what :meth:`finish` left."""
+
+    def flush(self) -> None:
+        """Apply or drop by rule all that is in flight. Collective; equal parameters on all ranks afterwards."""
+
+    def settle(self) -> None:
+        """Wait for what this rank has in flight; start and apply nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a bit-equal continuation needs. Never communicates."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave."""
