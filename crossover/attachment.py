@@ -7,8 +7,9 @@ import itertools
 import logging
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("crossover")
 
 ATTRIBUTE = "_crossover"
+WASTEFUL_STEPS, WASTEFUL_WINDOW = 3, 20
 METHODS = (
+    "reattach",
     "synchronize",
     "skip_synchronize",
     "no_sync",
@@ -33,6 +36,13 @@ METHODS = (
     "zero_grad",
     "join_hook",
 )
+
+
+class Connect(Protocol):
+    """Makes the engine for the job as it is; see :func:`crossover.options.connect`."""
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *, number: int) -> Engine | None:
+        """The engine, or ``None`` without peers."""
 
 
 class Attachment:
@@ -47,13 +57,15 @@ class Attachment:
     attached: ClassVar[weakref.WeakSet[Attachment]] = weakref.WeakSet()
     _numbers: ClassVar[Iterator[int]] = itertools.count()
 
-    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, connect: Connect) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self.engine = engine
+        self._connect = connect
         self.number = next(self._numbers)
+        self.engine: Engine | None = None
         self.steps = 0
         self._shares_at_step = 0
         self._partial_windows = 0
+        self._wasteful_steps: deque[int] = deque(maxlen=WASTEFUL_STEPS)
         self._warned: set[str] = set()
         self._last_step_s: float | None = None
 
@@ -63,23 +75,29 @@ class Attachment:
         return getattr(optimizer, ATTRIBUTE, None)
 
     @classmethod
-    def attach(cls, optimizer: torch.optim.Optimizer, engine: Engine | None) -> torch.optim.Optimizer:
-        """Attach to ``optimizer`` and return it. What is attached goes when the optimizer goes; copies are bare."""
-        attachment = cls(optimizer, engine)
+    def attach(cls, optimizer: torch.optim.Optimizer, connect: Connect) -> torch.optim.Optimizer:
+        """Attach to ``optimizer`` and return it. What is attached goes when the optimizer goes; copies are bare.
+
+        Args:
+            optimizer: the user's.
+            connect: called with the optimizer and a number that tells the optimizers of a process apart.
+        """
+        attachment = cls(optimizer, connect)
+        attachment.reattach()
         setattr(optimizer, ATTRIBUTE, attachment)
         for method in METHODS:
             setattr(optimizer, method, getattr(attachment, method))
         optimizer.register_step_post_hook(attachment._after_step)
-        if engine is not None:
-            optimizer.register_step_pre_hook(attachment._before_step)
-            engine.before_share = attachment._notify_join
-            engine.after_first_share = attachment._expect_skipped_step
-            parameter = optimizer.param_groups[0]["params"][0]
-            optimizer.join_device = parameter.device  # type: ignore[attr-defined]
-            optimizer.join_process_group = getattr(engine.communicator, "group", None)  # type: ignore[attr-defined]
-            weakref.finalize(optimizer, engine.detach)
+        optimizer.register_step_pre_hook(attachment._before_step)
+        # Not at exit, when ranks leave at different times and the job as a whole is being ended.
+        weakref.finalize(optimizer, attachment._detach).atexit = False
         cls.attached.add(attachment)
         return optimizer
+
+    def _detach(self) -> None:
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            engine.detach()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -89,6 +107,21 @@ class Attachment:
         return optimizer
 
     # -- methods on the optimizer ------------------------------------------------------------------------------------
+
+    def reattach(self) -> None:
+        """Take part in the job as it is after ``shutdown()`` and ``init()``, perhaps with other ranks. Collective.
+
+        What was in flight, and gradients that were not shared, are dropped. Elastic training calls it by itself.
+        """
+        self._detach()
+        optimizer = self.optimizer
+        self.engine = engine = self._connect(optimizer, number=self.number)
+        self._shares_at_step = 0
+        if engine is not None:
+            engine.before_share = self._notify_join
+            engine.after_first_share = self._expect_skipped_step
+            optimizer.join_device = optimizer.param_groups[0]["params"][0].device  # type: ignore[attr-defined]
+            optimizer.join_process_group = getattr(engine.communicator, "group", None)  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
         """Share gradients that were accumulated on this rank only. Collective if there are any, else does nothing.
@@ -146,7 +179,8 @@ class Attachment:
     # -- around the user's step --------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        assert self.engine is not None
+        if self.engine is None:
+            return
         if self.engine.unshared:
             self._partial_windows += 1
             if self._partial_windows == 2:
@@ -169,14 +203,20 @@ class Attachment:
                 return  # a checkpoint library filling in optimizer state, not a training step
             self.engine.schedule.stepped()
             if shares > 1:
-                self._warn_once(
-                    f"{shares} backward passes were averaged over ranks for one step(), where one would do; freeze "
-                    "parameters that this loss does not train (requires_grad_(False)), or run the other passes "
-                    "within optimizer.no_sync()"
-                )
+                self._notice_wasted_share(shares)
         self.steps += 1
         if (recorder := telemetry.active()) is not None:
             recorder.emit(self._record(shares))
+
+    def _notice_wasted_share(self, shares: int) -> None:
+        """Warn if it happens often; now and then it is ``GradScaler`` that skipped a step."""
+        self._wasteful_steps.append(self.steps)
+        if len(self._wasteful_steps) == WASTEFUL_STEPS and self.steps - self._wasteful_steps[0] < WASTEFUL_WINDOW:
+            self._warn_once(
+                f"gradients were averaged over ranks {shares} times for one step(), and so they were in "
+                f"{WASTEFUL_STEPS} of the last {WASTEFUL_WINDOW} steps, where once would do; freeze parameters that a "
+                "loss does not train (requires_grad_(False)), or run its backward() within optimizer.no_sync()"
+            )
 
     def _record(self, shares: int) -> StepRecord:
         now = time.perf_counter()
@@ -198,13 +238,18 @@ class Attachment:
             communication_s=traffic.communication_s,
             exposed_s=traffic.exposed_s,
             hidden_s=max(traffic.communication_s - traffic.exposed_s, 0.0),
-            extra={"shared_passes": shares},
+            extra={
+                "shared_passes": shares,
+                "schedule": "none" if self.engine is None else type(self.engine.schedule).__name__,
+            },
         )
 
     def _expect_skipped_step(self) -> None:
         """``GradScaler`` skips a first step that overflowed; torch would warn that the scheduler stepped before it."""
         gradients = [parameter.grad for group in self.optimizer.param_groups for parameter in group["params"]]
-        if not all(bool(g.isfinite().all()) for g in gradients if type(g) is torch.Tensor and g.layout is torch.strided):
+        if not all(
+            bool(g.isfinite().all()) for g in gradients if type(g) is torch.Tensor and g.layout is torch.strided
+        ):
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _notify_join(self) -> None:

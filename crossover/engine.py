@@ -19,7 +19,15 @@ from crossover.buckets import Bucket
 from crossover.comm.communicator import Communicator
 from crossover.errors import CommunicationError
 from crossover.layout import BucketOptions, arrange
-from crossover.parameters import NamedParameter, ParameterBook, agree, checksum, require_equal_weights
+from crossover.parameters import (
+    NamedParameter,
+    ParameterBook,
+    agree,
+    checksum,
+    held_by_ddp,
+    refuse_ddp,
+    require_equal_weights,
+)
 from crossover.reduction import Reduction
 from crossover.schedulers.schedule import Schedule
 from crossover.sparse import reduce_sparse
@@ -101,7 +109,12 @@ class Engine:
         return fresh
 
     def detach(self) -> None:
-        """Remove every hook. Not a collective."""
+        """Let go of parameters, schedule and communicator. Not a collective."""
+        self._unhook()
+        self.schedule.detach()
+        self.communicator.close()
+
+    def _unhook(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -268,12 +281,13 @@ class Engine:
             {
                 "order": [place[key] for key in self._arrivals if key in place],
                 "sparse": [number for number, p in enumerate(newcomers) if _is_sparse(p.tensor.grad)],
-                "sums": None if self.shares else [checksum(parameter.tensor) for parameter in newcomers],
+                "sums": [checksum(parameter.tensor) for parameter in newcomers],
+                "ddp": held_by_ddp(newcomers),
             },
             name=f"{label}.order",
         )
-        if not self.shares:
-            require_equal_weights(self.communicator, newcomers, [rank_facts["sums"] for rank_facts in facts])
+        refuse_ddp([rank_facts["ddp"] for rank_facts in facts])
+        require_equal_weights(self.communicator, newcomers, [rank_facts["sums"] for rank_facts in facts])
         self._build(newcomers, facts)
 
     def _build(self, newcomers: Sequence[NamedParameter], facts: Sequence[dict[str, Any]]) -> None:
@@ -281,7 +295,7 @@ class Engine:
         self.sparse += sparse
         first = len(self.buckets)
         self.buckets += [Bucket(first + number, named) for number, named in enumerate(members)]
-        self.detach()
+        self._unhook()
         for bucket in self.buckets:
             for place, slot in enumerate(bucket.slots):
                 self._hook(slot.parameter, self._bucket_hook(bucket, place))

@@ -6,7 +6,8 @@ from torch.distributed.algorithms.join import JoinHook
 
 from crossover import runtime
 from crossover.attachment import Attachment
-from crossover.collectives import broadcast_optimizer_state, broadcast_parameters
+from crossover.collectives.model_state import broadcast_tensors
+from crossover.collectives.optimizer_state import share_optimizer_state
 from crossover.engine import Engine
 
 
@@ -70,10 +71,11 @@ def _engine(attachment: Attachment) -> Engine:
 
 def _take_state_of_last(attachment: Attachment, is_last: int) -> None:
     """Copy parameters and optimizer state from the highest rank that joined last. Collective."""
-    engine = _engine(attachment)
-    claims = engine.communicator.all_gather_object(is_last, name="join.last")
-    root = engine.communicator.ranks[max(rank for rank, claim in enumerate(claims) if claim)]
+    communicator = _engine(attachment).communicator
+    name = f"join.optimizer{attachment.number}"
+    claims = communicator.all_gather_object(is_last, name=f"{name}.last")
+    root = max(rank for rank, claim in enumerate(claims) if claim)
     groups = attachment.optimizer.param_groups
-    tensors = [parameter for group in groups for parameter in group["params"]]
-    broadcast_parameters([(f"join.{n}", tensor.data) for n, tensor in enumerate(tensors)], root_rank=root)
-    broadcast_optimizer_state(attachment.optimizer, root_rank=root)
+    tensors = [parameter.data for group in groups for parameter in group["params"]]
+    broadcast_tensors(communicator, tensors, root, f"{name}.parameters")
+    share_optimizer_state(communicator, attachment.optimizer, root, f"{name}.state")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import weakref
 from collections.abc import Iterable, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from crossover.comm.communicator import Communicator
 from crossover.errors import RankMismatchError
@@ -87,8 +89,8 @@ def name_parameters(parameters: Sequence[Tensor], named: Iterable[tuple[str, Ten
         shapes = ", ".join(f"number {place} of shape {tuple(parameters[place].shape)}" for place in unnamed[:5])
         raise ValueError(
             f"named_parameters: {len(unnamed)} of the optimizer's {len(parameters)} parameters have no name "
-            f"({shapes}); pass the named_parameters() of every model that this optimizer updates, or leave the argument "
-            "out"
+            f"({shapes}); pass the named_parameters() of every model that this optimizer updates, or leave the "
+            "argument out"
         )
     return [NamedParameter(names[id(parameter)], parameter) for parameter in parameters]
 
@@ -176,3 +178,27 @@ def require_equal_weights(
                     f"{communicator.ranks[0]}; call crossover.broadcast_parameters(model.state_dict(), root_rank=0) "
                     "before training"
                 )
+
+
+def held_by_ddp(parameters: Sequence[NamedParameter]) -> str | None:
+    """The name of a parameter that a living ``DistributedDataParallel`` holds too, if there is one."""
+    names = {id(parameter.tensor): parameter.name for parameter in parameters}
+    for module in gc.get_objects():
+        if issubclass(type(module), DistributedDataParallel):
+            for tensor in module.parameters():
+                if id(tensor) in names:
+                    return names[id(tensor)]
+    return None
+
+
+def refuse_ddp(names: Sequence[str | None]) -> None:
+    """Raise on every rank if one of them has a parameter in ``DistributedDataParallel``; ``names`` is one entry a rank.
+
+    Both would average, into the same memory and with no order between them: training would be wrong without a word.
+    """
+    name = next((name for name in names if name is not None), None)
+    if name is not None:
+        raise ValueError(
+            f"parameter {name!r}: belongs to a DistributedDataParallel model, which averages gradients itself; train the "
+            "bare model (with Accelerate, leave the model out of prepare()), or keep the bare optimizer"
+        )

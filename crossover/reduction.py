@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from crossover import telemetry
 from crossover.buckets import Bucket
 from crossover.comm.communicator import Communicator, Work
 from crossover.telemetry import timeline
@@ -73,7 +74,7 @@ class PendingReduction:
     def __init__(self, reduction: Reduction, bucket: Bucket) -> None:
         self.bucket = bucket
         self._reduction = reduction
-        self._parts: list[tuple[Tensor, Tensor, Any, Work, int]] = []
+        self._parts: list[tuple[Tensor, Tensor, Any, Work, int, list[int]]] = []
 
     def send(self, start: int = 0, stop: int | None = None) -> None:
         """Start the all-reduce of elements ``start`` to ``stop`` of the buffer. Same order of calls on every rank."""
@@ -86,14 +87,19 @@ class PendingReduction:
         work = reduction.communicator.all_reduce(wire, name=f"{reduction.name}.{self.bucket.name}.{start}")
         reduction.traffic.nbytes += wire.numel() * wire.element_size()
         reduction.traffic.collectives += 1
-        self._parts.append((part, wire, context, work, started))
+        completed: list[int] = []
+        if telemetry.active() is not None:
+            work.when_completed(completed.append)
+        self._parts.append((part, wire, context, work, started, completed))
 
     def wait(self) -> None:
         """Leave the reduced gradients in the bucket's buffer. All of it has been sent."""
-        for part, wire, context, work, started in self._parts:
+        for part, wire, context, work, started, completed in self._parts:
             before = time.perf_counter_ns()
             work.wait()
-            self._reduction.account(self.bucket.name, started, before, time.perf_counter_ns())
+            after = time.perf_counter_ns()
+            end = completed[0] if completed else after
+            self._reduction.account(self.bucket.name, (started, end), (before, after))
             if self._reduction.compression is not None:
                 part.copy_(self._reduction.compression.decompress(wire, context))
         self._parts.clear()
@@ -138,13 +144,13 @@ class Reduction:
         if factor != 1.0:
             bucket.gradients.mul_(factor)
 
-    def account(self, name: str, started: int, before: int, after: int) -> None:
-        """Book a wait; times in nanoseconds of ``perf_counter``."""
-        self.traffic.communication_s += (after - started) * 1e-9
-        self.traffic.exposed_s += (after - before) * 1e-9
+    def account(self, name: str, travelled: tuple[int, int], waited: tuple[int, int]) -> None:
+        """Book one collective: when it travelled and when it was waited for, ``perf_counter`` nanoseconds."""
+        self.traffic.communication_s += (travelled[1] - travelled[0]) * 1e-9
+        self.traffic.exposed_s += (waited[1] - waited[0]) * 1e-9
         if (writer := timeline.active()) is not None:
-            writer.span("communication", name, started, after)
-            writer.span("exposed", name, before, after)
+            writer.span("communication", name, *travelled)
+            writer.span("exposed", name, *waited)
 
     def take_traffic(self) -> Traffic:
         """The cost so far; counting starts again at nothing."""

@@ -341,7 +341,7 @@ def _launcher(launcher: str, size: int, env: Mapping[str, str | None]) -> Iterat
 @contextlib.contextmanager
 def _torch_store(use_agent_store: str | None) -> Iterator[tuple[int, dict[str, str]]]:
     if use_agent_store != "True":
-        yield _free_port(), {}
+        yield free_port(), {}
         return
     from torch.distributed import TCPStore
 
@@ -350,7 +350,8 @@ def _torch_store(use_agent_store: str | None) -> Iterator[tuple[int, dict[str, s
     del store
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of this host that nobody uses at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -379,8 +380,3 @@ def _horovod_variables(size: int) -> dict[str, str]:
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
     }
-
-
-def signal_name(exit_code: int) -> str:
-    """``"SIGKILL"`` for exit code -9."""
-    return signal.Signals(-exit_code).name

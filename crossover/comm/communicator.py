@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,12 @@ class Work(ABC):
     @abstractmethod
     def is_completed(self) -> bool:
         """Whether the result is there. For records only: no decision may depend on it, as it differs between ranks."""
+
+    def when_completed(self, callback: Callable[[int], None]) -> None:
+        """For records: call back once with ``time.perf_counter_ns()`` at completion, from any thread.
+
+        A backend that cannot tell never calls; completion then counts as the end of :meth:`wait`.
+        """
 
 
 class Communicator(ABC):

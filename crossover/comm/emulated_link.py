@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,12 +94,12 @@ class RealClock(Clock):
     """The time that passes."""
 
     def now(self) -> float:
-        """Seconds of :func:`time.monotonic`."""
-        return time.monotonic()
+        """Seconds of :func:`time.perf_counter`, as in all records."""
+        return time.perf_counter()
 
     def sleep_until(self, moment: float) -> None:
         """Sleep; the processor is free for computing."""
-        while (left := moment - time.monotonic()) > 0:
+        while (left := moment - time.perf_counter()) > 0:
             time.sleep(left)
 
 
@@ -156,6 +156,11 @@ class EmulatedWork(Work):
         """See :meth:`Work.wait`. Also sleeps until the link would have carried it."""
         self._work.wait()
         self._clock.sleep_until(self.due)
+
+    def when_completed(self, callback: Callable[[int], None]) -> None:
+        """See :meth:`Work.when_completed`. The time told is when the link would have carried it, on the real clock."""
+        if isinstance(self._clock, RealClock):
+            self._work.when_completed(lambda moment: callback(max(moment, int(self.due * 1e9))))
 
     def is_completed(self) -> bool:
         """See :meth:`Work.is_completed`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -63,19 +64,26 @@ class TorchWork(Work):
             return
         try:
             self._work.wait(self._communicator.first_slice)
-            return
         except RuntimeError:  # the slice passed, or the collective failed: asked again, torch says which
-            pass
-        vigil.wait(self.name, self._poll, time.monotonic() - started)
+            failed_or_late = True
+        else:
+            failed_or_late = False
+        if failed_or_late:  # out here, or the error would drag this exception along
+            vigil.wait(self.name, self._poll, time.monotonic() - started)
 
     def _poll(self, seconds: float) -> bool:
-        try:
+        with contextlib.suppress(RuntimeError):
             self._work.wait(timedelta(seconds=seconds))
-        except RuntimeError:
-            if not self._work.is_completed():
-                return False
-            self._work.wait(self._communicator.first_slice)  # raises what the collective failed of, if it did
+            return True
+        if not self._work.is_completed():
+            return False
+        self._work.wait(self._communicator.first_slice)  # raises what the collective failed of, if it did
         return True
+
+    def when_completed(self, callback: Callable[[int], None]) -> None:
+        """See :meth:`Work.when_completed`. On a device's streams the host cannot tell."""
+        if self._on_host:
+            self._work.get_future().add_done_callback(lambda _: callback(time.perf_counter_ns()))
 
     def is_completed(self) -> bool:
         """See :meth:`Work.is_completed`."""

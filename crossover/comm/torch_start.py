@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
 
 from crossover.comm import board as boards
 from crossover.comm.board import Board
@@ -17,6 +19,7 @@ from crossover.comm.communicator import Communicator
 from crossover.comm.vigil import Vigil
 
 _MIXED = "cpu:gloo,cuda:nccl"
+_stores: dict[tuple[str, str, int, int], Store] = {}
 
 
 def start(requested: str | None, timeout: float, generation: int) -> Board:
@@ -25,7 +28,7 @@ def start(requested: str | None, timeout: float, generation: int) -> Board:
     Args:
         requested: ``"gloo"``, ``"nccl"``, or ``None``: NCCL with Gloo for CPU tensors where there are GPUs, else Gloo.
         timeout: seconds, for the start and for every collective.
-        generation: how often this process has initialised before.
+        generation: how often this process has initialised before; equal on all ranks.
 
     Returns:
         The notice board.
@@ -39,12 +42,27 @@ def start(requested: str | None, timeout: float, generation: int) -> Board:
         torch.cuda.set_device(_device_index())
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     board = board_of_environment(rank, generation)
+    patience, started = timedelta(seconds=timeout), time.monotonic()
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        store = PrefixStore(f"crossover/{generation}", _store(rank, size, patience))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
     except RuntimeError as error:
         vigil = Vigil(backend, rank, range(size), timeout, timeout, board)
-        raise vigil.failure("crossover.init", timeout, error) from error
+        raise vigil.failure("crossover.init", time.monotonic() - started, error) from error
     return board
+
+
+def _store(rank: int, size: int, timeout: timedelta) -> Store:
+    """The launcher's store, kept until the process ends.
+
+    Each start uses names of its own in it: those of an earlier one would lead ranks to addresses that are closed. And
+    were rank 0 to keep a new store for each start, a rank that is early could still meet the old one.
+    """
+    key = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, size)
+    if key not in _stores:
+        _stores[key] = next(rendezvous("env://", rank, size, timeout=timeout))[0]
+    _stores[key].set_timeout(timeout)
+    return _stores[key]
 
 
 def _backend(requested: str | None) -> str:

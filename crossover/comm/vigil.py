@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -99,11 +100,10 @@ class Vigil:
         """The error for a collective that failed (``cause``) or took too long, telling what the other ranks said."""
         self.board.post(State.GAVE_UP, name, time.time() - waited)
         words, unreadable = self.board.gather(self._others, _PATIENCE)
-        if cause is None:
+        if cause is None or waited > 0.95 * self.timeout:  # the backend's own time-out can be the first to pass
             what = f"did not finish within the time-out of {self.timeout:g} s"
         else:
-            reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
-            what = f"failed after {waited:.1f} s: {reason}"
+            what = f"failed after {waited:.1f} s: {_first_sentence(cause)}"
         return CommunicationError(
             f"{name!r} on rank {self._me} of ranks {_listed([self._me, *self._others])} ({self._backend}) {what}."
             f"{self._report(words, unreadable)}{self._remedy(name, words, unreadable)}"
@@ -139,6 +139,12 @@ class Vigil:
         else:
             advice = "Look at the other ranks' output; the first of them to fail says why."
         return f"\n{advice} These ranks cannot communicate any more: end the job, or re-initialise."
+
+
+def _first_sentence(error: BaseException) -> str:
+    """What a backend says, without its source lines and its advice."""
+    text = re.sub(r"\[\S+:\d+\] ", "", str(error).strip()) or type(error).__name__
+    return re.split(r"\.\s|\n", text)[0].rstrip(".")
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -23,6 +23,11 @@ class Overlapped(Schedule):
     def __init__(self) -> None:
         self._pending: list[PendingReduction] = []
 
+    def detach(self) -> None:
+        """See :meth:`Schedule.detach`."""
+        super().detach()
+        self._pending.clear()
+
     def ready(self, bucket: Bucket) -> None:
         """Send the bucket at once."""
         self._pending.append(self.reduction.launch(bucket))

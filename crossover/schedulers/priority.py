@@ -79,9 +79,17 @@ class Priority(Schedule):
         """See :meth:`Schedule.attach`."""
         super().attach(reduction, optimizer)
         self._optimizer = weakref.ref(optimizer)
-        # Discovering owners by a hook on all modules needs no model argument; it goes when the optimizer goes.
-        handle: RemovableHandle = register_module_forward_pre_hook(_owner_hook(weakref.ref(self)))
-        weakref.finalize(optimizer, handle.remove)
+        # Discovering owners by a hook on all modules needs no model argument.
+        self._handle: RemovableHandle = register_module_forward_pre_hook(_owner_hook(weakref.ref(self)))
+
+    def detach(self) -> None:
+        """See :meth:`Schedule.detach`."""
+        super().detach()
+        self._handle.remove()
+        self._pending.clear()
+        self._ready.clear()
+        self._due = None
+        self._next = 0
 
     def layout(self, buckets: Sequence[Bucket]) -> None:
         """Send in order of arrival until times are known."""

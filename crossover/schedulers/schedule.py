@@ -41,6 +41,11 @@ class Schedule(ABC):
             )
         self.reduction = reduction
 
+    def detach(self) -> None:
+        """Let go of the optimizer and of what is in flight, without waiting for it; :meth:`attach` may follow."""
+        del self.reduction
+        self.buckets = ()
+
     def layout(self, buckets: Sequence[Bucket]) -> None:
         """Take the buckets, in launch order. Nothing is in flight when this is called."""
         self.buckets = buckets

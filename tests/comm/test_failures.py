@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -11,29 +12,14 @@ import pytest
 import torch
 
 from crossover import runtime
-from crossover.errors import CommunicationError
 from tests.comm.jobs import BOTH, joined
-from tests.harness import Outcome, run_ranks
+from tests.harness import Outcome, free_port, run_ranks
 
 SHORT = {"CROSSOVER_TIMEOUT": "2", "CROSSOVER_STALL_WARNING": "0.7"}
 OWN_STORE = {"TORCHELASTIC_USE_AGENT_STORE": None}
 
 
-def barrier_without(absent: int) -> str:
-    comm = joined()
-    comm.barrier(name="together")
-    if comm.rank == absent:
-        time.sleep(5)
-        os._exit(0)
-    started = time.monotonic()
-    with pytest.raises(CommunicationError) as caught:
-        comm.barrier(name="end of epoch")
-    assert 1.8 < time.monotonic() - started < 5
-    os._exit(0)  # not an orderly leave: the others' groups would hear of it first
-    return str(caught.value)
-
-
-def barrier_without_and_report(absent: int) -> None:
+def barrier_without(absent: int) -> None:
     comm = joined()
     comm.barrier(name="together")
     if comm.rank == absent:
@@ -52,16 +38,17 @@ def _waited(outcome: Outcome) -> float:
 
 @pytest.mark.parametrize("launcher", BOTH)
 def test_a_barrier_names_the_absent_rank_at_the_time_out(launcher: str) -> None:
-    outcomes = run_ranks(barrier_without_and_report, 3, 2, launcher=launcher, env=SHORT, expect_failure=True)
+    outcomes = run_ranks(barrier_without, 3, 2, launcher=launcher, env=SHORT, expect_failure=True)
     for rank, other in ((0, 1), (1, 0)):
         outcome = outcomes[rank]
         assert outcome.error == "CommunicationError"
         assert outcome.exit_code == 1
         assert 1.5 < _waited(outcome) < 5
         assert "'end of epoch'" in outcome.message
+        assert "did not finish within the time-out of 2 s." in outcome.message
         assert f"on rank {rank} of ranks 0-2" in outcome.message
-        assert f"rank {other}: " in outcome.message
-        assert "in 'end of epoch'" in outcome.message.split(f"rank {other}: ")[1]
+        said = outcome.message.split(f"rank {other}: ")[1].splitlines()[0]
+        assert said.startswith(("waiting in 'end of epoch'", "gave up on 'end of epoch'"))
         assert "rank 2: no word: killed, or still computing" in outcome.message
         assert "Absent: rank 2" in outcome.message
         assert "CROSSOVER_TIMEOUT" in outcome.message
@@ -69,21 +56,21 @@ def test_a_barrier_names_the_absent_rank_at_the_time_out(launcher: str) -> None:
 
 @pytest.mark.parametrize("launcher", BOTH)
 def test_a_stall_is_warned_of_before_the_time_out(launcher: str) -> None:
-    outcomes = run_ranks(barrier_without_and_report, 2, 1, launcher=launcher, env=SHORT, expect_failure=True)
+    outcomes = run_ranks(barrier_without, 2, 1, launcher=launcher, env=SHORT, expect_failure=True)
     before_traceback = outcomes[0].stderr.split("Traceback")[0]
     assert "rank 0 has waited" in before_traceback
     assert "'end of epoch'" in before_traceback
     assert "rank 1: no word" in before_traceback
 
 
-def slow_but_in_time() -> tuple[float, int]:
+def slow_but_in_time() -> float:
     comm = joined()
     if comm.rank == 1:
         time.sleep(2.5)
     tensor = torch.ones(3)
     comm.all_reduce(tensor, name="slow").wait()
     comm.all_reduce(tensor, name="again").wait()
-    return tensor.sum().item(), len(os.listdir("/proc/self/task"))
+    return tensor.sum().item()
 
 
 @pytest.mark.parametrize("launcher", BOTH)
@@ -95,7 +82,7 @@ def test_a_late_rank_costs_a_warning_only(launcher: str) -> None:
         env={"CROSSOVER_TIMEOUT": "20", "CROSSOVER_STALL_WARNING": "0.5"},
         expect_failure=True,
     )
-    assert [outcome.value[0] for outcome in outcomes] == [12.0, 12.0]
+    assert [outcome.value for outcome in outcomes] == [12.0, 12.0]
     assert all(outcome.exit_code == 0 for outcome in outcomes)
     assert outcomes[0].stderr.count("has waited") == 1
     assert "has waited" not in outcomes[1].stderr
@@ -106,9 +93,8 @@ def killed(victim: int) -> None:
     comm.barrier()
     if comm.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
-    for step in range(1000):
+    for _ in range(1000):
         comm.all_reduce(torch.ones(1000), name="gradients").wait()
-        time.sleep(0.001 * (step < 0))
 
 
 @pytest.mark.parametrize("launcher", BOTH)
@@ -233,13 +219,9 @@ comm.all_reduce(torch.ones(3), name="gradients").wait()
 """
 
 
-def test_a_real_script_ends_with_its_own_traceback(tmp_path: object) -> None:
+def test_a_real_script_ends_with_its_own_traceback() -> None:
     """The interpreter's own end, which the harness only imitates."""
-    import subprocess
-
-    from tests.harness import _free_port
-
-    port = str(_free_port())
+    port = str(free_port())
     ranks = []
     for rank in range(2):
         env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -1,0 +1,160 @@
+"""The user's wishes for one optimizer, checked, and what they make of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from crossover import runtime
+from crossover.buckets import MEBIBYTE
+from crossover.collectives import Average, Compression, ProcessSet, Sum
+from crossover.comm.communicator import Communicator
+from crossover.engine import Engine
+from crossover.layout import BucketOptions
+from crossover.parameters import NamedParameter, ParameterBook, agree
+from crossover.reduction import Compressor, Reduction, scaling_for
+from crossover.schedulers import Schedule
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(slots=True)
+class Options:
+    """The arguments of ``DistributedOptimizer``, whose documentation says what they mean."""
+
+    compression: type[Compressor]
+    backward_passes_per_step: int
+    op: int
+    gradient_predivide_factor: float
+    buckets: BucketOptions
+    process_set: ProcessSet | None
+    process_group: ProcessGroup | None
+    schedule: Schedule
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        check_options(self.op, self.backward_passes_per_step, self.gradient_predivide_factor, self.compression)
+
+    def facts(self) -> dict[str, Any]:
+        """What has to be equal on all ranks, for comparing and for messages."""
+        buckets = self.buckets
+        return {
+            "op": {Average: "Average", Sum: "Sum"}[self.op],
+            "backward_passes_per_step": self.backward_passes_per_step,
+            "compression": self.compression.__name__,
+            "gradient_predivide_factor": self.gradient_predivide_factor,
+            "schedule": type(self.schedule).__name__,
+            "buckets": (buckets.cap_bytes, buckets.first_cap_bytes, buckets.num_groups, len(buckets.groups)),
+            "sparse_as_dense": buckets.sparse_as_dense,
+        }
+
+
+def connect(optimizer: torch.optim.Optimizer, book: ParameterBook, options: Options, number: int) -> Engine | None:
+    """Take part in the job as it is now. Collective.
+
+    Args:
+        optimizer: the user's.
+        book: its parameters.
+        options: the user's wishes.
+        number: tells the optimizers of a process apart; equal on all ranks.
+
+    Returns:
+        What brings gradients together; ``None`` for a lone rank and for ranks outside the process set.
+
+    Raises:
+        ValueError: a parameter cannot be reduced by this backend, or the optimizer cannot be used with peers.
+        RankMismatchError: ranks disagree.
+    """
+    communicator = _communicator(options.process_set, options.process_group)
+    if communicator is None or communicator.size == 1:
+        return None
+    _check_optimizer_with_peers(optimizer)
+    name = f"optimizer{number}"
+    parameters = book.trainable()
+    agree(communicator, parameters, options.facts(), name=f"{name}.agree")
+    _check_reducible(parameters, communicator)
+    reduction = Reduction(
+        communicator.duplicate(name=name),
+        scaling_for(options.op == Average, communicator.size, options.gradient_predivide_factor),
+        None if options.compression is Compression.none else options.compression,
+        name,
+    )
+    options.schedule.attach(reduction, optimizer)
+    return Engine(book, reduction, options.schedule, options.buckets, options.backward_passes_per_step)
+
+
+def _check_optimizer_with_peers(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "optimizer: LBFGS evaluates its closure a different number of times on each rank, which would hang; "
+            "use a first-order optimizer, or run it on one rank and broadcast the parameters"
+        )
+
+
+def check_options(op: int, passes: int, predivide: float, compression: object) -> None:
+    """Raise ``ValueError`` for a value that cannot be meant."""
+    if op not in (Average, Sum):
+        raise ValueError(f"op: is {op!r}; gradients are combined by crossover.Average or crossover.Sum")
+    if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
+        raise ValueError(f"backward_passes_per_step: is {passes!r}; it has to be a whole number of 1 or more")
+    if not isinstance(predivide, int | float) or not predivide > 0:
+        raise ValueError(f"gradient_predivide_factor: is {predivide!r}; it has to be a positive number")
+    if predivide != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor: splits the division of an average; leave it at 1.0 with op=Sum")
+    if not (callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None))):
+        raise ValueError(
+            f"compression: is {compression!r}; use crossover.Compression.none, .fp16 or .bf16, or a class with static "
+            "compress(tensor) and decompress(tensor, ctx)"
+        )
+
+
+def _check_reducible(parameters: Sequence[NamedParameter], communicator: Communicator) -> None:
+    for parameter in parameters:
+        reason = communicator.unsupported_reason(parameter.tensor.dtype, parameter.tensor.device)
+        if reason is not None:
+            raise ValueError(f"parameter {parameter.name!r}: {reason}")
+
+
+def bucket_options(
+    book: ParameterBook,
+    num_groups: int,
+    groups: int | Sequence[Sequence[Tensor]] | None,
+    sparse_as_dense: bool,
+    cap_mb: float,
+    first_cap_mb: float,
+) -> BucketOptions:
+    """The arguments that say how parameters share buckets, checked; ``ValueError`` says what is wrong."""
+    for name, value in (("bucket_cap_mb", cap_mb), ("first_bucket_cap_mb", first_cap_mb)):
+        if not isinstance(value, int | float) or not value > 0:
+            raise ValueError(f"{name}: is {value!r}; it has to be a positive number of MiB")
+    if groups is None:
+        groups = num_groups
+    if isinstance(groups, int):
+        if groups < 0:
+            raise ValueError(f"groups: is {groups}; it has to be 0 (buckets by size) or a number of buckets")
+        return BucketOptions(int(cap_mb * MEBIBYTE), int(first_cap_mb * MEBIBYTE), groups, (), sparse_as_dense)
+    known = {id(parameter.tensor) for parameter in book.trainable()}
+    sets = tuple(frozenset(id(tensor) for tensor in group) for group in groups)
+    grouped = [identity for group in sets for identity in group]
+    if len(grouped) != len(set(grouped)):
+        raise ValueError("groups: a parameter stands in two groups; it may stand in one")
+    if not set(grouped) <= known:
+        raise ValueError(
+            "groups: holds tensors that are no trainable parameters of this optimizer; pass its parameters"
+        )
+    return BucketOptions(int(cap_mb * MEBIBYTE), int(first_cap_mb * MEBIBYTE), 0, sets, sparse_as_dense)
+
+
+def _communicator(process_set: ProcessSet | None, process_group: ProcessGroup | None) -> Communicator | None:
+    if process_set is not None and process_group is not None:
+        raise ValueError("process_set and process_group: both are given; pass one of them")
+    if process_group is not None:
+        return runtime.communicator_of(process_group)
+    if process_set is not None:
+        return process_set.communicator
+    return runtime.context().communicator
