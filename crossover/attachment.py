@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
-from crossover import telemetry
+from crossover import runtime, telemetry
 from crossover.engine import Engine
 from crossover.reduction import Traffic
 from crossover.telemetry import StepRecord
@@ -68,6 +68,8 @@ class Attachment:
         self._wasteful_steps: deque[int] = deque(maxlen=WASTEFUL_STEPS)
         self._warned: set[str] = set()
         self._last_step_s: float | None = None
+        self._filling_in = False
+        self._filled_in: list[tuple[torch.Tensor, dict[str, Any]]] = []
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> Attachment | None:
@@ -179,8 +181,13 @@ class Attachment:
     # -- around the user's step --------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self.engine is None:
+        self._filling_in = self._fills_in_state(optimizer)
+        if self.engine is None or self._filling_in:
             return
+        for parameter, state in self._filled_in:
+            if optimizer.state.get(parameter) is state:
+                del optimizer.state[parameter]
+        self._filled_in.clear()
         if self.engine.unshared:
             self._partial_windows += 1
             if self._partial_windows == 2:
@@ -197,16 +204,46 @@ class Attachment:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         shares = 0
+        if self._filling_in:
+            if self.engine is not None:
+                self._undo(optimizer)
+            return
         if self.engine is not None:
             shares, self._shares_at_step = self.engine.shares - self._shares_at_step, self.engine.shares
             if not shares:
-                return  # a checkpoint library filling in optimizer state, not a training step
+                return  # nothing arrived since the step before this one
             self.engine.schedule.stepped()
             if shares > 1:
                 self._notice_wasted_share(shares)
         self.steps += 1
         if (recorder := telemetry.active()) is not None:
             recorder.emit(self._record(shares))
+
+    def _fills_in_state(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether this step is to train nothing: ``torch.distributed.checkpoint`` takes one where state is missing.
+
+        It does so on whichever ranks save, so nothing may be shared in it.
+        """
+        if optimizer.state or (self.engine is not None and self.engine.shares > self._shares_at_step):
+            return False
+        if any(float(group.get("lr", 1.0)) != 0.0 for group in optimizer.param_groups):
+            return False
+        gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+        return all(g is None or (_is_plain(g) and not bool(g.any())) for g in gradients)
+
+    def _undo(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take back what a step without gradients did on this rank alone: Adam counted, weight decay went into momentum.
+
+        The state stays for whoever had it made, and makes way for a fresh one at the first real step.
+        """
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and (key == "step" or value.shape == parameter.shape):
+                    value.zero_()
+                elif key == "step":
+                    state[key] = 0
+        if not self.steps:  # later there are updates on their way that will use it
+            self._filled_in = list(optimizer.state.items())
 
     def _notice_wasted_share(self, shares: int) -> None:
         """Warn if it happens often; now and then it is ``GradScaler`` that skipped a step."""
@@ -247,9 +284,7 @@ class Attachment:
     def _expect_skipped_step(self) -> None:
         """``GradScaler`` skips a first step that overflowed; torch would warn that the scheduler stepped before it."""
         gradients = [parameter.grad for group in self.optimizer.param_groups for parameter in group["params"]]
-        if not all(
-            bool(g.isfinite().all()) for g in gradients if type(g) is torch.Tensor and g.layout is torch.strided
-        ):
+        if not all(bool(g.isfinite().all()) for g in gradients if _is_plain(g)):
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _notify_join(self) -> None:
@@ -260,8 +295,21 @@ class Attachment:
             if work is not None:
                 work.wait()
 
+    @classmethod
+    def flush_all(cls) -> None:
+        """Flush every optimizer, in the order in which they were wrapped. Collective."""
+        for attachment in sorted(cls.attached, key=lambda a: a.number):
+            attachment.flush()
+
     def _warn_once(self, message: str) -> None:
         assert self.engine is not None
         if message[:20] not in self._warned and self.engine.communicator.rank == 0:
             logger.warning("crossover: %s", message)
         self._warned.add(message[:20])
+
+
+def _is_plain(gradient: torch.Tensor | None) -> bool:
+    return type(gradient) is torch.Tensor and gradient.layout is torch.strided
+
+
+runtime.at_shutdown(Attachment.flush_all)

@@ -76,7 +76,8 @@ class Engine:
         self._announced = False
         self._local_depth = 0
         self._task = NO_TASK
-        self._witness: tuple[Tensor, Tensor | None] | None = None
+        self._in_place = True
+        self._witness: tuple[Tensor, Tensor, int] | None = None
         # Parameters on several devices have several autograd threads, and launch order is one for all of them.
         self._sending = threading.RLock()
         self._track(book.trainable())
@@ -161,6 +162,7 @@ class Engine:
             self._recover()
         if not self._active:
             self._active = True
+            self._in_place = not torch.is_grad_enabled()
             self._notice_cleared_window(parameter)
             self._shared = not self._local_depth and self.passes + 1 >= self.backward_passes_per_step
         self._task = task
@@ -169,12 +171,26 @@ class Engine:
             self._announce()
 
     def _notice_cleared_window(self, parameter: Tensor) -> None:
-        """``model.zero_grad()`` tells nobody, but leaves other gradient tensors than the window before had."""
+        """``model.zero_grad()`` tells nobody, but leaves other gradient tensors than the window had, or zeros."""
         if self.passes and self._witness is not None:
-            witness, gradient = self._witness
-            if witness.grad is not gradient:
+            witness, gradient, version = self._witness
+            changed = witness is not parameter and gradient._version != version
+            if witness.grad is not gradient or (changed and not gradient.any()):
                 self.passes = 0
-        self._witness = None if torch.is_grad_enabled() else (parameter, parameter.grad)
+
+    def _last_arrival(self) -> tuple[Tensor, Tensor, int] | None:
+        """A parameter that is not likely to be the first of the next pass, its gradient, and the gradient's version."""
+        last = None
+        for bucket in reversed(self.buckets):
+            if (place := bucket.arrived.rfind(1)) >= 0:
+                last = bucket.slots[place].parameter
+                break
+        if last is None and self._arrivals:
+            last = self._tracked[next(reversed(self._arrivals))].tensor
+        # with create_graph=True each pass leaves another tensor, cleared or not
+        if last is None or last.grad is None or last.grad.layout is not torch.strided or not self._in_place:
+            return None
+        return last, last.grad, last.grad._version
 
     def _recover(self) -> None:
         """The backward pass before this one ended in an exception."""
@@ -199,6 +215,7 @@ class Engine:
             self._share()
         else:
             self.passes += 1
+            self._witness = self._last_arrival()
             self._reset_pass()
 
     def _waits_for_outer_backward(self) -> bool:

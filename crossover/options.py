@@ -77,7 +77,7 @@ def connect(optimizer: torch.optim.Optimizer, book: ParameterBook, options: Opti
     name = f"optimizer{number}"
     parameters = book.trainable()
     agree(communicator, parameters, options.facts(), name=f"{name}.agree")
-    _check_reducible(parameters, communicator)
+    _check_reducible(parameters, communicator, options.compression)
     reduction = Reduction(
         communicator.duplicate(name=name),
         scaling_for(options.op == Average, communicator.size, options.gradient_predivide_factor),
@@ -113,11 +113,24 @@ def check_options(op: int, passes: int, predivide: float, compression: object) -
         )
 
 
-def _check_reducible(parameters: Sequence[NamedParameter], communicator: Communicator) -> None:
+def _check_reducible(
+    parameters: Sequence[NamedParameter], communicator: Communicator, compression: type[Compressor]
+) -> None:
+    known: set[tuple[torch.dtype, torch.device]] = set()
     for parameter in parameters:
-        reason = communicator.unsupported_reason(parameter.tensor.dtype, parameter.tensor.device)
+        dtype, device = parameter.tensor.dtype, parameter.tensor.device
+        if (dtype, device) in known:
+            continue
+        known.add((dtype, device))
+        reason = communicator.unsupported_reason(dtype, device)
         if reason is not None:
             raise ValueError(f"parameter {parameter.name!r}: {reason}")
+        wire, _ = compression.compress(torch.zeros(1, dtype=dtype.to_real(), device=device))
+        reason = communicator.unsupported_reason(wire.dtype, wire.device)
+        if reason is not None:
+            raise ValueError(
+                f"compression: {compression.__name__} sends parameter {parameter.name!r} as {wire.dtype}; {reason}"
+            )
 
 
 def bucket_options(

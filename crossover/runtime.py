@@ -11,10 +11,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from crossover import telemetry
 from crossover.comm import EmulatedLink, LinkModel, Solo, TorchCommunicator, torch_start
 from crossover.comm.board import Board, State, http_store
 from crossover.comm.communicator import Communicator
 from crossover.departure import Departure
+from crossover.errors import CommunicationError
 from crossover.launchers import Kind, Launcher, find_launcher
 
 _log = logging.getLogger("crossover")
@@ -58,15 +60,19 @@ class _Job:
 
 _job: _Job | None = None
 _generation = 0
+_callbacks: list[Callable[[], None]] = []
 
 
-def init(process_sets: Any = None, *, backend: str | None = None, timeout: float | None = None) -> None:
+def init(
+    comm: Any = None, process_sets: Any = None, *, backend: str | None = None, timeout: float | None = None
+) -> None:
     """Join the job that the environment describes. Call it once, first, on every rank; a second call does nothing.
 
     A ``torch.distributed`` default group that is initialised already is used as it is, and left alone by
     :func:`shutdown`. A process that is alone starts no thread and no process group.
 
     Args:
+        comm: Horovod's sub-communicator; only ``None``, all ranks, is offered: use ``process_sets`` for parts of a job.
         process_sets: process sets to add at once, as in Horovod; or ``"dynamic"``, which is always so here.
         backend: ``"torch"``, ``"gloo"``, ``"nccl"``, ``"horovod"`` or ``"solo"``, instead of what the environment says
             (``CROSSOVER_BACKEND``, else the launcher's own variables). ``"torch"`` is NCCL where there are GPUs, else
@@ -86,6 +92,8 @@ def init(process_sets: Any = None, *, backend: str | None = None, timeout: float
         (0, 1)
     """
     global _job, _generation
+    if comm is not None:
+        raise ValueError(f"comm: is {comm!r}; only None is offered, pass parts of the job as process_sets")
     if _job is not None:
         return
     seconds = _seconds("CROSSOVER_TIMEOUT", timeout, _DEFAULT_TIMEOUT, "timeout")
@@ -105,6 +113,12 @@ def init(process_sets: Any = None, *, backend: str | None = None, timeout: float
         from crossover.collectives.process_sets import register_process_sets
 
         register_process_sets(process_sets)
+    telemetry.start_from_environment(rank(), job.context.communicator)
+
+
+def at_shutdown(callback: Callable[[], None]) -> None:
+    """Have ``callback`` called whenever a job is left in order, before communication ends."""
+    _callbacks.append(callback)
 
 
 def shutdown() -> None:
@@ -113,9 +127,15 @@ def shutdown() -> None:
     Only what :func:`init` started is ended. Does nothing where there is no job; ``init()`` may be called again.
     """
     global _job
-    job, _job = _job, None
-    if job is None:
+    if _job is None:
         return
+    try:
+        for callback in _callbacks:
+            callback()
+    except CommunicationError as error:
+        _log.warning("what was in flight at shutdown is lost: %s", error)
+    telemetry.stop()
+    job, _job = _job, None
     if job.departure is not None:
         job.departure.cancel()
         job.board.post(State.LEFT)
