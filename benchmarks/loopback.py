@@ -1,0 +1,97 @@
+"""Ranks on this machine's loopback, one a core, each started as ``torchrun`` or ``horovodrun`` would start it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+PROJECT = Path(__file__).resolve().parents[1]
+RESULT_VARIABLE = "CROSSOVER_BENCHMARK_RESULT"
+
+
+def run(module: str, arguments: Sequence[str], size: int, launcher: str, timeout: float = 900.0) -> list[Any]:
+    """Run ``python -m module arguments`` on ``size`` ranks and return what each passed to :func:`report`, in rank
+    order.
+
+    Args:
+        module: importable from the project's root.
+        arguments: its command line.
+        size: number of ranks; rank ``r`` is pinned to core ``r`` (modulo the cores there are), with one torch thread.
+        launcher: ``"torch"`` or ``"horovod"``.
+        timeout: seconds until all ranks are killed.
+
+    Raises:
+        RuntimeError: a rank failed; its errors are in the message.
+    """
+    with tempfile.TemporaryDirectory() as folder, _launcher(launcher, size) as common:
+        ranks = []
+        for rank in range(size):
+            environment = {**os.environ, **_ONE_THREAD, **common, **_rank(launcher, rank, size)}
+            environment[RESULT_VARIABLE] = str(Path(folder, str(rank)))
+            core = str(rank % (os.cpu_count() or 1))
+            command = ["taskset", "-c", core, sys.executable, "-m", module, *arguments]
+            ranks.append(subprocess.Popen(command, env=environment, cwd=PROJECT, stderr=subprocess.PIPE, text=True))
+        try:
+            errors = [process.communicate(timeout=timeout)[1] for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+        if any(process.returncode for process in ranks):
+            raise RuntimeError(f"{module} under {launcher} failed:\n" + "\n".join(errors))
+        return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(size)]
+
+
+def report(value: Any) -> None:
+    """Hand a JSON value to the process that called :func:`run`."""
+    Path(os.environ[RESULT_VARIABLE]).write_text(json.dumps(value))
+
+
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def _rank(launcher: str, rank: int, size: int) -> dict[str, str]:
+    if launcher == "torch":
+        return {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
+    return {
+        "HOROVOD_RANK": str(rank),
+        "HOROVOD_SIZE": str(size),
+        "HOROVOD_LOCAL_RANK": str(rank),
+        "HOROVOD_LOCAL_SIZE": str(size),
+        "HOROVOD_CROSS_RANK": "0",
+        "HOROVOD_CROSS_SIZE": "1",
+    }
+
+
+@contextlib.contextmanager
+def _launcher(launcher: str, size: int) -> Iterator[dict[str, str]]:
+    if launcher == "torch":
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.http.http_server import RendezvousServer
+
+    server = RendezvousServer()
+    port = server.start()
+    server.init(get_host_assignments(parse_hosts(f"localhost:{size}"), size))
+    try:
+        yield {
+            "HOROVOD_HOSTNAME": "localhost",
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+            "HOROVOD_GLOO_IFACE": "lo",
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+        }
+    finally:
+        server.stop()
