@@ -1,6 +1,7 @@
 # make demo      train on two ranks on this machine, in about a minute once installed
 # make test      the whole test suite
 # make horovod   build Horovod for the installed torch (minutes, once) and install it
+# make imagenet-test   the tests of examples/imagenet, in an environment of their own with torchvision (5.5 GB)
 # make lint      ruff and mypy
 # make clean     remove the environment and everything else that make wrote here
 #
@@ -11,13 +12,14 @@
 PYTHON ?= python3
 ARGS ?=
 VENV := .venv
+IMAGENET := .venv-imagenet
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := requirements/constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test horovod lint clean
+.PHONY: help setup demo test horovod imagenet-test lint clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -47,11 +49,21 @@ test: setup
 
 horovod: $(VENV)/.horovod
 
+$(IMAGENET)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(IMAGENET)
+	$(IMAGENET)/bin/python -m pip --disable-pip-version-check install --quiet torch==2.14.1 torchvision==0.29.1 \
+	    tqdm rich pytest pytest-timeout hypothesis
+	$(IMAGENET)/bin/python -m pip --disable-pip-version-check install --quiet --editable '.[tensorboard]'
+	touch $@
+
+imagenet-test: $(IMAGENET)/.installed
+	CUDA_VISIBLE_DEVICES= $(IMAGENET)/bin/python -m pytest tests/imagenet $(ARGS)
+
 lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) out dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(IMAGENET) out dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

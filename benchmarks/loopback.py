@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ def run(module: str, arguments: Sequence[str], size: int, launcher: str, timeout
             command = ["taskset", "-c", core, sys.executable, "-m", module, *arguments]
             ranks.append(subprocess.Popen(command, env=environment, cwd=PROJECT, stderr=subprocess.PIPE, text=True))
         try:
-            errors = [process.communicate(timeout=timeout)[1] for process in ranks]
+            with ThreadPoolExecutor(size) as waiting:
+                errors = list(waiting.map(lambda process: _errors_of(process, ranks, timeout), ranks))
         finally:
             for process in ranks:
                 process.kill()
@@ -52,6 +54,19 @@ def run(module: str, arguments: Sequence[str], size: int, launcher: str, timeout
 def report(value: Any) -> None:
     """Hand a JSON value to the process that called :func:`run`."""
     Path(os.environ[RESULT_VARIABLE]).write_text(json.dumps(value))
+
+
+def _errors_of(process: subprocess.Popen[str], ranks: Sequence[subprocess.Popen[str]], timeout: float) -> str:
+    """What a rank printed as errors; if it failed, the others need not be waited for."""
+    try:
+        errors = process.communicate(timeout=timeout)[1]
+    except subprocess.TimeoutExpired:
+        errors = f"still running after {timeout:.0f} s"
+        process.kill()
+    if process.returncode:
+        for other in ranks:
+            other.kill()
+    return errors
 
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
