@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
+import torch.distributed as dist
 
 from crossover import runtime, telemetry
 from crossover.engine import Engine
@@ -25,6 +26,7 @@ logger = logging.getLogger("crossover")
 
 ATTRIBUTE = "_crossover"
 WASTEFUL_STEPS, WASTEFUL_WINDOW = 3, 20
+IDLE_STEPS = 5
 METHODS = (
     "reattach",
     "synchronize",
@@ -65,10 +67,12 @@ class Attachment:
         self.steps = 0
         self._shares_at_step = 0
         self._partial_windows = 0
+        self._idle_steps = 0
         self._wasteful_steps: deque[int] = deque(maxlen=WASTEFUL_STEPS)
         self._warned: set[str] = set()
         self._last_step_s: float | None = None
         self._filling_in = False
+        self._successor: weakref.ref[Attachment] | None = None
         self._filled_in: list[tuple[torch.Tensor, dict[str, Any]]] = []
 
     @classmethod
@@ -100,6 +104,9 @@ class Attachment:
         engine, self.engine = self.engine, None
         if engine is not None:
             engine.detach()
+        if (optimizer := self._optimizer()) is not None:
+            # torch's own mark of a group that this rank is not in: Join then waits for nobody
+            optimizer.join_process_group = dist.GroupMember.NON_GROUP_MEMBER  # type: ignore[attr-defined]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -119,11 +126,36 @@ class Attachment:
         optimizer = self.optimizer
         self.engine = engine = self._connect(optimizer, number=self.number)
         self._shares_at_step = 0
+        self._successor = None
+        optimizer.join_device = optimizer.param_groups[0]["params"][0].device  # type: ignore[attr-defined]
         if engine is not None:
+            self._take_over(engine)
             engine.before_share = self._notify_join
             engine.after_first_share = self._expect_skipped_step
-            optimizer.join_device = optimizer.param_groups[0]["params"][0].device  # type: ignore[attr-defined]
             optimizer.join_process_group = getattr(engine.communicator, "group", None)  # type: ignore[attr-defined]
+
+    def _take_over(self, engine: Engine) -> None:
+        """Detach optimizers wrapped before that hold a parameter of this one: two averages at once would mix.
+
+        A script that builds an optimizer each epoch no longer uses the old one, but it may live on, and for how long
+        differs between ranks where only the garbage collector ends it.
+        """
+        for other in sorted(self.attached, key=lambda attachment: attachment.number):
+            if other is not self and other.engine is not None and other.engine.held & engine.held:
+                other.flush()
+                other._detach()
+                other._successor = weakref.ref(self)
+
+    def _check_successor(self, successor: Attachment | None) -> None:
+        held = frozenset() if successor is None or successor.engine is None else successor.engine.held
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and id(parameter) not in held:
+                    raise ValueError(
+                        f"optimizer: this {type(self.optimizer).__name__} is used although another one with some of "
+                        "its parameters was wrapped later, so its gradients are no longer averaged; put a parameter "
+                        "into one wrapped optimizer only, or call reattach() on the one to go on with"
+                    )
 
     def synchronize(self) -> None:
         """Share gradients that were accumulated on this rank only. Collective if there are any, else does nothing.
@@ -182,6 +214,8 @@ class Attachment:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._filling_in = self._fills_in_state(optimizer)
+        if self._successor is not None:
+            self._check_successor(self._successor())
         if self.engine is None or self._filling_in:
             return
         for parameter, state in self._filled_in:
@@ -198,7 +232,14 @@ class Attachment:
                 )
         elif self.engine.shares > self._shares_at_step:
             self._partial_windows = 0
-        if self.engine.unshared or self.engine.found_unhooked_gradients():
+        if self.engine.unshared:
+            self.engine.share()
+        elif self.engine.shares == self._shares_at_step and (unseen := self.engine.unseen_gradients()):
+            self._warn_once(
+                f"step() averages gradients that backward() did not, of {len(unseen)} parameters, the first "
+                f"{unseen[0]!r}: they were set by hand, or their tensors were swapped or unfrozen since; what comes "
+                "before step(), such as clipping, saw this rank's own"
+            )
             self.engine.share()
         self.engine.schedule.before_step()
 
@@ -211,7 +252,10 @@ class Attachment:
         if self.engine is not None:
             shares, self._shares_at_step = self.engine.shares - self._shares_at_step, self.engine.shares
             if not shares:
+                self._notice_idle_step()
                 return  # nothing arrived since the step before this one
+            self._idle_steps = 0
+            self.engine.stepped = True
             self.engine.schedule.stepped()
             if shares > 1:
                 self._notice_wasted_share(shares)
@@ -232,7 +276,7 @@ class Attachment:
         return all(g is None or (_is_plain(g) and not bool(g.any())) for g in gradients)
 
     def _undo(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take back what a step without gradients did on this rank alone: Adam counted, weight decay went into momentum.
+        """Take back what a step without gradients did, on this rank alone: Adam counted, momentum took up weight decay.
 
         The state stays for whoever had it made, and makes way for a fresh one at the first real step.
         """
@@ -244,6 +288,16 @@ class Attachment:
                     state[key] = 0
         if not self.steps:  # later there are updates on their way that will use it
             self._filled_in = list(optimizer.state.items())
+
+    def _notice_idle_step(self) -> None:
+        """Warn if it goes on: a model whose parameters were exchanged is not trained, and nothing else says so."""
+        self._idle_steps += 1
+        if self._idle_steps == IDLE_STEPS:
+            self._warn_once(
+                f"in {IDLE_STEPS} calls of step() one after the other no parameter of this optimizer had a gradient; "
+                "if the model's parameters were exchanged since it was built, as load_state_dict(assign=True) does, "
+                "build it anew"
+            )
 
     def _notice_wasted_share(self, shares: int) -> None:
         """Warn if it happens often; now and then it is ``GradScaler`` that skipped a step."""

@@ -88,6 +88,8 @@ class Slot:
         parameter: the parameter itself.
         view: its part of the buffer, with the parameter's shape and, where that is dense, its strides.
         pointer: address of ``view``, by which a gradient that already lives in the bucket is recognised.
+        spare: an alias of ``view`` that no user gets hold of.
+        small: whether it is cheaper to copy it together with others.
         sparse_dimensions: set while a sparse gradient travels as a dense one.
     """
 
@@ -96,6 +98,8 @@ class Slot:
     parameter: Tensor
     view: Tensor
     pointer: int
+    spare: Tensor
+    small: bool
     sparse_dimensions: int | None = None
 
 
@@ -103,8 +107,10 @@ class Bucket:
     """The gradients of some parameters of one dtype on one device, in one flat buffer.
 
     Behind the gradients the buffer carries one flag per parameter, the number of ranks that have a gradient for it,
-    and the number of ranks that take part only to keep others from waiting (see :meth:`join`). They travel in the
-    same all-reduce, so that a parameter that no rank used stays ``None`` everywhere without a collective of its own.
+    the number of ranks that take part only to keep others from waiting (see :meth:`join`), of those that have
+    parameters without a bucket, of those that stepped since the last pass, and of those that did not. They travel in
+    the same all-reduce, so that a parameter that no rank used stays ``None`` everywhere, and a parameter or a step that
+    not all ranks have is noticed, without a collective of its own.
 
     Attributes:
         index: position in launch order.
@@ -114,6 +120,9 @@ class Bucket:
         pending: gradients that have not arrived in this backward pass.
         arrived: one byte per slot, set once its gradient arrived in this backward pass.
         missing: slots without a gradient on this rank when it was last gathered.
+        announces: whether this rank has parameters without a bucket; set before :meth:`gather`.
+        stepped: whether the optimizer has stepped since the last shared pass, ``None`` where this rank only stands in;
+            set before :meth:`gather`.
     """
 
     def __init__(self, index: int, members: Sequence[tuple[int, str, Tensor]]) -> None:
@@ -124,29 +133,61 @@ class Bucket:
         self.device = first.device
         self._ordinal = first.get_device()
         real = torch.empty(0, dtype=first.dtype).real.dtype
-        step = max(ALIGNMENT_BYTES // first.element_size(), 1)
+        # Where tensors are many and small they lie without gaps, so that one call can join them.
+        small = sum(m[2].numel() for m in members) * first.element_size() < len(members) * SMALL_TENSOR_BYTES
+        step = 1 if small else max(ALIGNMENT_BYTES // first.element_size(), 1)
         offsets, end = [], 0
         for _, _, parameter in members:
             offsets.append(end)
             end += -(-parameter.numel() // step) * step
         scale = 2 if first.is_complex() else 1
-        self.buffer = torch.zeros(end * scale + len(members) + 1, dtype=real, device=first.device)
+        self.buffer = torch.zeros(end * scale + len(members) + 4, dtype=real, device=first.device)
         self.gradients = self.buffer[: end * scale]
-        self.flags = self.buffer[end * scale : -1]
-        self.absent = self.buffer[-1:]
+        self.flags = self.buffer[end * scale : -4]
+        self.absent = self.buffer[-4:-3]
+        self.tail = self.buffer[-4:]
         typed = self.gradients.view(first.dtype) if first.is_complex() else self.gradients
         self.slots = [
             _slot(index, name, parameter, typed, offset)
             for (index, name, parameter), offset in zip(members, offsets, strict=True)
         ]
-        self._small = end * first.element_size() < len(members) * SMALL_TENSOR_BYTES
+        self._joinable = small and not first.is_complex() and all(slot.view.is_contiguous() for slot in self.slots)
         self.missing: list[int] = []
+        self.announces = False
+        self.stepped: bool | None = False
         self.reset()
 
     def reset(self) -> None:
         """Expect every gradient anew."""
         self.pending = len(self.slots)
         self.arrived = bytearray(len(self.slots))
+        self.taken: set[int] = set()
+
+    @torch.no_grad()
+    def take(self, place: int, scale: float) -> None:
+        """Bring one gradient into the buffer ahead of :meth:`gather`, while it is in the processor's cache.
+
+        Does nothing for small tensors, which are copied together, and for what needs a closer look.
+        """
+        slot = self.slots[place]
+        gradient = slot.parameter.grad
+        if slot.small or gradient is None or gradient.layout is not torch.strided:
+            return
+        if gradient.data_ptr() == slot.pointer:
+            if scale != 1.0:
+                gradient.mul_(scale)
+        elif gradient.dtype is self.dtype and gradient.shape == slot.view.shape and self._at_home(slot):
+            torch.mul(gradient, scale, out=slot.view)
+            slot.parameter.grad = slot.view
+        else:
+            return
+        self.taken.add(place)
+
+    def _at_home(self, slot: Slot) -> bool:
+        """Put back a view that ``p.grad.data = ...`` has moved; whether the parameter is still on this device."""
+        if slot.view.data_ptr() != slot.pointer:
+            slot.view = slot.spare.detach()
+        return slot.parameter.get_device() == self._ordinal
 
     @property
     def nbytes(self) -> int:
@@ -162,42 +203,66 @@ class Bucket:
         outside: list[Slot] = []
         sources: list[Tensor] = []
         missing: list[int] = []
-        inside = False
+        inside: list[Tensor] = []
+        taken = self.taken
         for place, slot in enumerate(self.slots):
+            if place in taken:
+                continue
             gradient = slot.parameter.grad
+            if gradient is not None and gradient.layout is torch.strided and gradient.data_ptr() == slot.pointer:
+                inside.append(slot.view)
+                continue
+            if slot.view.data_ptr() != slot.pointer:  # ``p.grad.data = ...``, as model.to() does it, took it elsewhere
+                slot.view = slot.spare.detach()
             if gradient is None:
                 missing.append(place)
-            elif gradient.layout is torch.strided and gradient.data_ptr() == slot.pointer:
-                inside = True
             else:
                 outside.append(slot)
-                sources.append(self._checked(slot, gradient))
-        self._copy(sources, [slot.view for slot in outside], scale, inside)
-        for slot in outside:
-            if slot.sparse_dimensions is None:
-                slot.parameter.grad = slot.view
+                sources.append(gradient)
+        self._copy(outside, sources, inside, scale)
         self.flags.fill_(1)
-        self.absent.zero_()
+        self.tail.zero_()
+        if self.announces:
+            self.tail[1] = 1
+        self.tail[2 if self.stepped else 3] = 1
         for place in missing:
             self.slots[place].view.zero_()
             self.flags[place] = 0
         self.missing = missing
 
-    def _copy(self, sources: list[Tensor], places: list[Tensor], scale: float, inside: bool) -> None:
-        if scale != 1.0 and not self._small and not inside:
-            for source, place in zip(sources, places, strict=True):
-                torch.mul(source, scale, out=place)
-            return
-        if sources:
-            torch._foreach_copy_(places, sources)
-        if scale != 1.0:
-            self.gradients.mul_(scale)
+    def _copy(self, outside: list[Slot], sources: list[Tensor], inside: list[Tensor], scale: float) -> None:
+        if not (self._joinable and len(sources) == len(self.slots) and self._join_all(sources, scale)):
+            sources = [self._checked(slot, source) for slot, source in zip(outside, sources, strict=True)]
+            places = [slot.view for slot in outside]
+            if sources:
+                torch._foreach_copy_(places, sources)
+            if scale != 1.0 and (inside or places):
+                torch._foreach_mul_(inside + places, scale)
+        for slot in outside:
+            if slot.sparse_dimensions is None:
+                slot.parameter.grad = slot.view
+
+    def _join_all(self, sources: list[Tensor], scale: float) -> bool:
+        """Copy many small gradients at once; ``False`` if one of them needs a closer look."""
+        if any(source.layout is not torch.strided for source in sources):
+            return False
+        joined = torch._utils._flatten_dense_tensors(sources)
+        if joined.dtype is not self.dtype or joined.numel() != self.gradients.numel():
+            return False
+        torch.mul(joined, scale, out=self.gradients)
+        return True
 
     def _checked(self, slot: Slot, gradient: Tensor) -> Tensor:
         if gradient.dtype is not self.dtype or gradient.get_device() != self._ordinal:
             raise ValueError(
                 f"parameter {slot.name!r}: was {self.dtype} on {self.device} when it was wrapped and its gradient is "
                 f"now {gradient.dtype} on {gradient.device}; convert or move the model before DistributedOptimizer(...)"
+            )
+        if gradient.shape != slot.view.shape:
+            raise ValueError(
+                f"parameter {slot.name!r}: had shape {tuple(slot.view.shape)} when it was wrapped and its gradient now "
+                f"has {tuple(gradient.shape)}; give it its shape before DistributedOptimizer(...), or put a new "
+                "parameter into the optimizer's groups"
             )
         if gradient.layout is torch.strided:
             return gradient
@@ -208,6 +273,7 @@ class Bucket:
         """Stand in for this rank's gradients with nothing, and say so: the average is then over the other ranks."""
         self.buffer.zero_()
         self.absent.fill_(1)
+        self.tail[1] = float(self.announces)
         self.missing = []
 
     @torch.no_grad()
@@ -230,4 +296,5 @@ def _slot(index: int, name: str, parameter: Tensor, flat: Tensor, offset: int) -
     # torch keeps strides in an empty_like only where memory is dense and not overlapping, which is just what a view
     # needs
     view = part.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
-    return Slot(index, name, parameter, view, view.data_ptr())
+    small = parameter.numel() * parameter.element_size() < SMALL_TENSOR_BYTES
+    return Slot(index, name, parameter, view, view.data_ptr(), view.detach(), small)

@@ -61,6 +61,8 @@ class Engine:
         self.backward_passes_per_step = backward_passes_per_step
         self.passes = 0
         self.shares = 0
+        self.shares_at_join = 0
+        self.stepped = False
         self.joined = False
         self.before_share: Callable[[], None] | None = None
         self.after_first_share: Callable[[], None] | None = None
@@ -71,8 +73,10 @@ class Engine:
         self._handles: list[RemovableHandle] = []
         self._next = 0
         self._next_sparse = 0
+        self._placed = 0
         self._active = False
         self._shared = False
+        self._early = False
         self._announced = False
         self._local_depth = 0
         self._task = NO_TASK
@@ -86,6 +90,11 @@ class Engine:
     def communicator(self) -> Communicator:
         """The ranks that take part."""
         return self.reduction.communicator
+
+    @property
+    def held(self) -> frozenset[int]:
+        """Ids of the parameters whose gradients are averaged here."""
+        return frozenset(self._tracked)
 
     @property
     def unshared(self) -> bool:
@@ -121,7 +130,12 @@ class Engine:
         self._handles.clear()
 
     def _hook(self, parameter: Tensor, hook: Callable[[Tensor], None]) -> None:
+        frozen = not parameter.requires_grad
+        if frozen:  # since it was wrapped; torch refuses hooks then, but keeps those there are for when it is trained
+            parameter.requires_grad_(True)
         self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        if frozen:
+            parameter.requires_grad_(False)
 
     def _learning_hook(self, key: int) -> Callable[[Tensor], None]:
         def arrived(parameter: Tensor) -> None:
@@ -132,6 +146,8 @@ class Engine:
         return arrived
 
     def _bucket_hook(self, bucket: Bucket, place: int) -> Callable[[Tensor], None]:
+        large, scale = not bucket.slots[place].small, self.reduction.scaling.before
+
         def arrived(parameter: Tensor) -> None:
             if (task := current_task()) != self._task:
                 self._enter(task, parameter)
@@ -139,6 +155,10 @@ class Engine:
                 self._arrived_again(bucket, place)
                 return
             bucket.arrived[place] = 1
+            if large and self._early:
+                if not bucket.taken:
+                    self.schedule.prepare(bucket)
+                bucket.take(place, scale)
             bucket.pending -= 1
             if not bucket.pending and self._shared:
                 self._send_full()
@@ -147,7 +167,7 @@ class Engine:
 
     def _arrived_again(self, bucket: Bucket, place: int) -> None:
         """A gradient that had arrived was added to once more before its backward pass ended."""
-        if self._next > bucket.index:
+        if self._next > bucket.index or place in bucket.taken:
             raise ValueError(
                 f"parameter {bucket.slots[place].name!r}: received another gradient in the same backward() after its "
                 "bucket was sent, as happens with shared weights under reentrant checkpointing; use "
@@ -158,13 +178,17 @@ class Engine:
 
     def _enter(self, task: int, parameter: Tensor) -> None:
         """The first gradient of a backward pass, or of one within it (reentrant checkpointing), or after such a one."""
-        if self._active and self._task != NO_TASK and not _inside_function_backward():
+        nested = _inside_function_backward()
+        if self._active and self._task != NO_TASK and not nested:
             self._recover()
         if not self._active:
             self._active = True
             self._in_place = not torch.is_grad_enabled()
             self._notice_cleared_window(parameter)
             self._shared = not self._local_depth and self.passes + 1 >= self.backward_passes_per_step
+            self._early = self._shared
+        # Reentrant checkpointing may add to a gradient again, which by then must not have been scaled.
+        self._early = self._early and not nested
         self._task = task
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
         if self._shared:
@@ -202,9 +226,14 @@ class Engine:
         self._reset_pass()
 
     def _announce(self) -> None:
-        if not self._announced and not self.joined and self.before_share is not None:
-            self.before_share()
+        if self._announced:
+            return
         self._announced = True
+        if not self.joined and self.before_share is not None:
+            self.before_share()
+        self.track()
+        if self.reduction.others_grew:
+            self._adopt([])
 
     def _end(self) -> None:
         if not self._active:
@@ -238,6 +267,10 @@ class Engine:
                 self._send(self.buckets[self._next])
 
     def _send(self, bucket: Bucket) -> None:
+        if not bucket.taken:
+            self.schedule.prepare(bucket)
+        bucket.announces = self._grown
+        bucket.stepped = None if self.joined else self.stepped
         if self.joined:
             bucket.join()
         else:
@@ -252,17 +285,17 @@ class Engine:
 
     def _share(self) -> None:
         try:
-            self.track()
             if self.buckets or self.sparse:
                 self._exchange()
-            if newcomers := self._newcomers():
-                self._adopt(newcomers)
+            if self._grown or self.reduction.others_grew:
+                self._adopt(self._newcomers())
                 self._exchange()
         finally:
             self._reset_pass()
             self._witness = None
             self.passes = 0
         self.shares += 1
+        self.stepped = False
         if self.shares == 1 and self.after_first_share is not None:
             self.after_first_share()
 
@@ -284,15 +317,31 @@ class Engine:
 
     # -- buckets -----------------------------------------------------------------------------------------------------
 
+    @property
+    def _grown(self) -> bool:
+        """Whether parameters of this rank have no bucket yet."""
+        return len(self._tracked) > self._placed
+
     def _newcomers(self) -> list[NamedParameter]:
         known = {id(slot.parameter) for bucket in self.buckets for slot in bucket.slots}
         known.update(id(parameter.tensor) for parameter in self.sparse)
         return [parameter for key, parameter in self._tracked.items() if key not in known]
 
     def _adopt(self, newcomers: Sequence[NamedParameter]) -> None:
-        """Agree with all ranks on parameters that have no bucket yet, and on the order in which they are sent."""
-        label = f"{self.reduction.name}.adopt[{newcomers[0].name}{', ...' if len(newcomers) > 1 else ''}]"
-        agree(self.communicator, newcomers, {}, name=label)
+        """Agree with all ranks on parameters that have no bucket yet, and on the order in which they are sent.
+
+        Without ``newcomers`` other ranks have some: this names them, on every rank.
+        """
+        self.reduction.others_grew = False
+        label = f"{self.reduction.name}.adopt"
+        try:
+            agree(self.communicator, newcomers, {}, name=label)
+        except CommunicationError as error:
+            names = ", ".join(repr(parameter.name) for parameter in newcomers[:3])
+            raise CommunicationError(
+                f"{error} (this rank was to agree with the others on {len(newcomers)} parameters that are new to it: "
+                f"{names}{', ...' if len(newcomers) > 3 else ''})"
+            ) from error
         place = {id(parameter.tensor): number for number, parameter in enumerate(newcomers)}
         facts = self.communicator.all_gather_object(
             {
@@ -312,6 +361,7 @@ class Engine:
         self.sparse += sparse
         first = len(self.buckets)
         self.buckets += [Bucket(first + number, named) for number, named in enumerate(members)]
+        self._placed = len(self._tracked)
         self._unhook()
         for bucket in self.buckets:
             for place, slot in enumerate(bucket.slots):
@@ -337,9 +387,21 @@ class Engine:
         self.passes = 0
         self.schedule.before_step()
 
-    def found_unhooked_gradients(self) -> bool:
-        """Whether a parameter got its gradient before it could be hooked, as after unfreezing all there is to train."""
-        return any(parameter.tensor.grad is not None for parameter in self.track())
+    def unseen_gradients(self) -> list[str]:
+        """Names of parameters with a gradient that is no average: no hook saw it, or nothing was shared since.
+
+        No hook sees a parameter that was unfrozen where all others stay frozen, a gradient that was set by hand, and a
+        parameter that ``torch.utils.swap_tensors`` has swapped.
+        """
+        self.track()
+        averages = {id(slot.parameter): slot.pointer for bucket in self.buckets for slot in bucket.slots}
+        averages.update((id(parameter.tensor), 0) for parameter in self.sparse)
+        return [
+            parameter.name
+            for key, parameter in self._tracked.items()
+            if (gradient := parameter.tensor.grad) is not None
+            and not (key in averages and (gradient.layout is not torch.strided or gradient.data_ptr() == averages[key]))
+        ]
 
     def stand_in(self) -> int:
         """Take part in one shared pass without gradients, for a rank that has no data left. Collective.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
 from crossover import runtime
@@ -15,16 +16,24 @@ class OptimizerJoinHook(JoinHook):
     """What a rank without data does for one optimizer within ``torch.distributed.algorithms.Join``."""
 
     def __init__(self, attachment: Attachment) -> None:
+        if attachment.engine is not None and not dist.is_initialized():
+            raise ValueError(
+                f"Join: needs a torch.distributed process group, and this job runs on "
+                f"{attachment.engine.communicator.backend}; call crossover.join() after the loop instead"
+            )
         self._attachment = attachment
 
     def main_hook(self) -> None:
         """Stand in for one shared pass."""
-        assert self._attachment.engine is not None
-        self._attachment.engine.stand_in()
+        if self._attachment.engine is not None:
+            self._attachment.engine.stand_in()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the state of a rank that trained to the end."""
-        _take_state_of_last(self._attachment, int(is_last_joiner))
+        if self._attachment.engine is not None:
+            self._attachment.flush()
+            _take_state_of_last(self._attachment, int(is_last_joiner))
+            self._attachment.engine.stepped = False
 
 
 def join(device: int = -1) -> int:
@@ -32,8 +41,8 @@ def join(device: int = -1) -> int:
 
     Gradients are then averages over the ranks that still have data. Afterwards every rank holds the parameters and
     the optimizer state of the last rank to join. Several optimizers are served in the order in which they were
-    wrapped, so each step has to share each of them once, in that order; other collectives of ranks that go on are not
-    stood in for.
+    wrapped, so each step has to share each of them once, in that order; those that this rank has not used since the
+    last ``join()`` are left out if it used others. Other collectives of ranks that go on are not stood in for.
 
     Args:
         device: accepted for Horovod scripts; not needed.
@@ -48,7 +57,8 @@ def join(device: int = -1) -> int:
         0
     """
     communicator = runtime.context().communicator
-    attachments = sorted((a for a in Attachment.attached if a.engine is not None), key=lambda a: a.number)
+    everyone = sorted((a for a in Attachment.attached if a.engine is not None), key=lambda a: a.number)
+    attachments = [a for a in everyone if _engine(a).shares > _engine(a).shares_at_join] or everyone
     rounds = 0
     while attachments:
         absent = [_engine(attachment).stand_in() for attachment in attachments]
@@ -59,8 +69,11 @@ def join(device: int = -1) -> int:
     waited = communicator.all_gather_object(rounds, name="join.rounds")
     last = max(rank for rank, count in enumerate(waited) if count == min(waited))
     for attachment in attachments:
+        attachment.flush()
         if len(set(waited)) > 1:
-            _take_state_of_last(attachment, int(communicator.rank == last))
+            _take_state_of_last(attachment, -rounds)
+    for attachment in everyone:
+        _engine(attachment).shares_at_join = _engine(attachment).shares
     return communicator.ranks[last]
 
 
@@ -69,12 +82,12 @@ def _engine(attachment: Attachment) -> Engine:
     return attachment.engine
 
 
-def _take_state_of_last(attachment: Attachment, is_last: int) -> None:
-    """Copy parameters and optimizer state from the highest rank that joined last. Collective."""
+def _take_state_of_last(attachment: Attachment, claim: int) -> None:
+    """Copy parameters and optimizer state from the rank with the highest ``claim``, of several the last. Collective."""
     communicator = _engine(attachment).communicator
     name = f"join.optimizer{attachment.number}"
-    claims = communicator.all_gather_object(is_last, name=f"{name}.last")
-    root = max(rank for rank, claim in enumerate(claims) if claim)
+    claims = communicator.all_gather_object(claim, name=f"{name}.last")
+    root = max(rank for rank, other in enumerate(claims) if other == max(claims))
     groups = attachment.optimizer.param_groups
     tensors = [parameter.data for group in groups for parameter in group["params"]]
     broadcast_tensors(communicator, tensors, root, f"{name}.parameters")

@@ -53,7 +53,9 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     given hooks, and the methods of :class:`~crossover.attachment.Attachment` (``synchronize``, ``skip_synchronize``,
     ``no_sync``, ``flush``, ``flushed``, ...). When ``backward()`` returns, every ``p.grad`` holds exactly what
     ``step()`` will apply, so clipping, ``torch.amp.GradScaler`` and gradient logging need no call of ours. ``p.grad``
-    is then a view into a bucket that the next shared backward pass writes to: clone what is to be kept.
+    is then a view into a bucket that the next shared backward pass writes to: clone what is to be kept. A rank
+    without a gradient for a parameter counts as zero; where no rank has one it stays ``None``, and momentum and weight
+    decay leave the parameter alone.
 
     With one rank nothing is attached but harmless methods: no hooks, threads or process group.
 

@@ -40,7 +40,11 @@ class ParameterBook:
 
     def __init__(self, optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]] | None) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._names = {id(p.tensor): p.name for p in name_parameters(self._all(), named)}
+        pairs = None if named is None else list(named)
+        self._names = {id(p.tensor): p.name for p in name_parameters(self._all(), pairs)}
+        # Some may be added to the optimizer later; held, so that no other tensor gets their id.
+        self._named = [] if pairs is None else [tensor for _, tensor in pairs]
+        self._names = {**_checked_names(pairs or []), **self._names}
         self._seen: list[int] | None = None
         self._frozen: list[Tensor] = []
 
@@ -124,30 +128,36 @@ def agree(
     Raises:
         RankMismatchError: on every rank, with the first difference named.
     """
-    lines = [parameter.description for parameter in parameters]
-    lines += [f"{key}={value}" for key, value in sorted(options.items())]
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    entries = [(parameter.name, parameter.description) for parameter in parameters]
+    entries += [(key, f"{key}={value}") for key, value in sorted(options.items())]
+    digest = hashlib.sha256("\n".join(text for _, text in entries).encode()).digest()
     digests = communicator.all_gather_object(digest, name=f"{name}.digest")
     if len(set(digests)) == 1:
         return
-    everyone = communicator.all_gather_object(lines, name=f"{name}.lines")
-    raise RankMismatchError(_first_difference(everyone, communicator.ranks))
+    everyone = communicator.all_gather_object(entries, name=f"{name}.entries")
+    place = next(place for place, other in enumerate(everyone) if other != everyone[0])
+    mine, theirs = _first_difference(everyone[0], everyone[place])
+    raise RankMismatchError(
+        f"DistributedOptimizer: ranks disagree: rank {communicator.ranks[0]} has {mine} where rank "
+        f"{communicator.ranks[place]} has {theirs}; build the same model and the same optimizer, with the same "
+        "options, on every rank"
+    )
 
 
-def _first_difference(everyone: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
-    """Words for the first place at which two ranks' lists differ."""
-    base = everyone[0]
-    for place, other in enumerate(everyone):
-        for number in range(max(len(base), len(other))):
-            mine = base[number] if number < len(base) else "nothing"
-            theirs = other[number] if number < len(other) else "nothing"
-            if mine != theirs:
-                return (
-                    f"DistributedOptimizer: ranks disagree: rank {ranks[0]} has {mine} where rank {ranks[place]} has "
-                    f"{theirs} ({len(base)} and {len(other)} entries); build the same model and the same optimizer, "
-                    "with the same options, on every rank"
-                )
-    return "DistributedOptimizer: ranks disagree on their parameters"
+def _first_difference(mine: Sequence[tuple[str, str]], theirs: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """Words for the first entry that differs between two ranks: a missing name comes before a different order."""
+    here, there = dict(mine), dict(theirs)
+    for key, text in mine:
+        if there.get(key) != text:
+            return text, there.get(key, "nothing of that name")
+    for key, text in theirs:
+        if key not in here:
+            return "nothing of that name", text
+    return next(
+        (f"{one} as number {number}", other)
+        for number, ((_, one), (_, other)) in enumerate(zip(mine, theirs, strict=True))
+        if one != other
+    )
 
 
 def checksum(tensor: Tensor) -> int:
@@ -155,7 +165,7 @@ def checksum(tensor: Tensor) -> int:
     values = tensor.detach()
     if values.is_complex():
         values = torch.view_as_real(values)
-    values = values.contiguous().view(torch.uint8).flatten() if values.dim() else values.reshape(1).view(torch.uint8)
+    values = values.contiguous().view(-1).view(torch.uint8)
     padded = torch.nn.functional.pad(values, (0, -values.numel() % 8)).view(torch.int64)
     weights = torch.arange(1, padded.numel() + 1, device=padded.device, dtype=torch.int64) * 2 + 1
     return int((padded * weights).sum().item()) if padded.numel() else 0
@@ -175,8 +185,8 @@ def require_equal_weights(
             if value != values[0]:
                 raise RankMismatchError(
                     f"parameter {parameter.name!r}: rank {communicator.ranks[place]} started with other values than "
-                    f"{communicator.ranks[0]}; call crossover.broadcast_parameters(model.state_dict(), root_rank=0) "
-                    "before training"
+                    f"rank {communicator.ranks[0]}; call crossover.broadcast_parameters(model.state_dict(), "
+                    "root_rank=0) before training"
                 )
 
 
@@ -199,6 +209,6 @@ def refuse_ddp(names: Sequence[str | None]) -> None:
     name = next((name for name in names if name is not None), None)
     if name is not None:
         raise ValueError(
-            f"parameter {name!r}: belongs to a DistributedDataParallel model, which averages gradients itself; train the "
-            "bare model (with Accelerate, leave the model out of prepare()), or keep the bare optimizer"
+            f"parameter {name!r}: belongs to a DistributedDataParallel model, which averages gradients itself; train "
+            "the bare model (with Accelerate, leave the model out of prepare()), or keep the bare optimizer"
         )

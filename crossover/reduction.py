@@ -12,6 +12,7 @@ from torch import Tensor
 from crossover import telemetry
 from crossover.buckets import Bucket
 from crossover.comm.communicator import Communicator, Work
+from crossover.errors import RankMismatchError
 from crossover.telemetry import timeline
 
 
@@ -116,6 +117,8 @@ class Reduction:
         compression: how buckets travel.
         name: prefix of the collectives' names.
         traffic: cost since :meth:`take_traffic` was last called.
+        others_grew: another rank has parameters without a bucket and this one does not. Only noticed in buckets on the
+            CPU: asking a device would make the host wait.
     """
 
     communicator: Communicator
@@ -123,6 +126,7 @@ class Reduction:
     compression: type[Compressor] | None = None
     name: str = "gradients"
     traffic: Traffic = field(default_factory=Traffic)
+    others_grew: bool = False
 
     def launch(self, bucket: Bucket) -> PendingReduction:
         """Start the all-reduce of a gathered bucket. Same order of calls on every rank."""
@@ -134,15 +138,30 @@ class Reduction:
     def rescale(self, bucket: Bucket) -> None:
         """Apply to a reduced bucket what scaling is left."""
         factor = self.scaling.after
-        if self.scaling.average and bucket.device.type == "cpu":
-            absent = float(bucket.absent.item())
-            if absent:
+        if bucket.device.type == "cpu":
+            absent, growing, stepped, idle = bucket.tail.tolist()
+            if growing and not bucket.announces:
+                self.others_grew = True
+            if stepped and idle:
+                raise self._skipped_step(bucket)
+            if absent and self.scaling.average:
                 factor *= self.communicator.size / max(self.communicator.size - absent, 1)
         elif self.scaling.average:
             # asking the device would make the host wait; the factor is 1 unless ranks have joined
             bucket.gradients.mul_(self.communicator.size / (self.communicator.size - bucket.absent).clamp_(min=1))
         if factor != 1.0:
             bucket.gradients.mul_(factor)
+
+    def _skipped_step(self, bucket: Bucket) -> RankMismatchError:
+        """The error for ranks of which some stepped and some did not. Collective: all have seen the same numbers."""
+        stepped = self.communicator.all_gather_object(bucket.stepped, name=f"{self.name}.stepped")
+        ranks = self.communicator.ranks
+        idle = ", ".join(str(rank) for rank, did in zip(ranks, stepped, strict=True) if did is False)
+        return RankMismatchError(
+            f"step(): rank {idle} did not call it after the last averaged backward pass, and the other ranks did, so "
+            "ranks hold different parameters now; decide by values that are equal on all ranks, such as the averaged "
+            "gradients, or by crossover.allreduce of each rank's own"
+        )
 
     def account(self, name: str, travelled: tuple[int, int], waited: tuple[int, int]) -> None:
         """Book one collective: when it travelled and when it was waited for, ``perf_counter`` nanoseconds."""

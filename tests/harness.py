@@ -255,6 +255,7 @@ def _rank_main(
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
         else:
+            sys.last_value = error  # as the interpreter does, so that what its frames hold lives on until the end
             sys.excepthook(type(error), error, error.__traceback__)
     else:
         _write_report(folder, report)

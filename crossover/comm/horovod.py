@@ -127,6 +127,8 @@ class HorovodCommunicator(Communicator):
 
     def unsupported_reason(self, dtype: torch.dtype, device: torch.device) -> str | None:
         """See :meth:`Communicator.unsupported_reason`. bfloat16 is summed in float32 and rounded once."""
+        if device.type not in ("cpu", "cuda"):
+            return f"horovod cannot reduce {device.type} tensors; move them to the CPU or a GPU"
         if dtype in _REDUCED or dtype in _REDUCED_AS or dtype in (torch.complex64, torch.complex128):
             return None
         kind = "float16 or bfloat16" if dtype.is_floating_point else "int64"

@@ -25,10 +25,14 @@ def make_group(
         timeout: seconds, for making it and for its collectives.
         local: only the members call this, after :func:`align_local_names`; otherwise all ranks of the job call it.
     """
+    backend = dist.get_backend_config(like)
+    names = {entry.partition(":")[2] for entry in backend.split(",")}
+    if len(names) == 1 and "" not in names:
+        backend = names.pop()  # spelled out for each device, it makes torch warn when the group is destroyed
     group: dist.ProcessGroup = dist.new_group(
         list(ranks),
         timeout=timedelta(seconds=timeout),
-        backend=dist.get_backend_config(like),
+        backend=backend,
         use_local_synchronization=local,
         group_desc=name,
     )

@@ -17,6 +17,7 @@ from crossover.comm import board as boards
 from crossover.comm.board import Board
 from crossover.comm.communicator import Communicator
 from crossover.comm.vigil import Vigil
+from crossover.errors import CommunicationError
 
 _MIXED = "cpu:gloo,cuda:nccl"
 _stores: dict[tuple[str, str, int, int], Store] = {}
@@ -47,6 +48,11 @@ def start(requested: str | None, timeout: float, generation: int) -> Board:
         store = PrefixStore(f"crossover/{generation}", _store(rank, size, patience))
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
     except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise CommunicationError(
+                f"crossover.init: MASTER_PORT {os.environ['MASTER_PORT']} is in use on this host, perhaps by another "
+                "job; give each its own port, or start it with torchrun --standalone, which finds a free one"
+            ) from error
         vigil = Vigil(backend, rank, range(size), timeout, timeout, board)
         raise vigil.failure("crossover.init", time.monotonic() - started, error) from error
     return board

@@ -35,7 +35,8 @@ class Priority(Schedule):
     that ``step()`` saw.
 
     Across ranks: same pieces, same order. Parameters equal those of :class:`Overlapped`, but only at the next forward
-    or after ``optimizer.flush()``: evaluate and save within ``optimizer.flushed()``.
+    or after ``optimizer.flush()``: evaluate and save within ``optimizer.flushed()``, and flush before parameters are
+    taken out of the optimizer's groups.
 
     Not possible with it, and refused with an error: whatever reads averaged gradients before ``step()``, such as
     clipping by the global norm or ``GradScaler``; parameters that are used without calling the module that owns them.
@@ -68,7 +69,7 @@ class Priority(Schedule):
         self.credit_bytes = credit_bytes
         self.bucket_cap_bytes = fuse_bytes
         self._pending: dict[int, PendingReduction] = {}
-        self._due: list[dict[str, Any]] | None = None
+        self._due: dict[int, list[dict[str, Any]]] = {}
         self._order: list[tuple[int, int, int]] = []
         self._next = 0
         self._ready: set[int] = set()
@@ -88,14 +89,17 @@ class Priority(Schedule):
         self._handle.remove()
         self._pending.clear()
         self._ready.clear()
-        self._due = None
+        self._due.clear()
+        self._readied_ns.clear()
         self._next = 0
 
     def layout(self, buckets: Sequence[Bucket]) -> None:
         """Send in order of arrival until times are known."""
+        known = len(self._readied_ns)  # these have been sent earlier in this pass
         super().layout(buckets)
         self._bucket_of = {id(slot.parameter): bucket.index for bucket in buckets for slot in bucket.slots}
         self._order = [piece for bucket in buckets for piece in self._pieces(bucket)]
+        self._next = sum(len(self._pieces(bucket)) for bucket in buckets[:known])
         self._readied_ns = [[] for _ in buckets]
         self._planned = False
 
@@ -106,16 +110,21 @@ class Priority(Schedule):
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
+    def prepare(self, bucket: Bucket) -> None:
+        """Apply an update of parameters that this pass did not use; wait for an average that no step asked for."""
+        if bucket.index in self._due:
+            used = next((slot.name for slot in bucket.slots if slot.parameter.grad is not None), None)
+            if used is not None:
+                raise ValueError(
+                    f"parameter {used!r}: was used in forward without calling the module that owns it, so its update "
+                    "came too late; the Priority schedule cannot serve this model, use Overlapped"
+                )
+            self._apply(bucket.index)
+        elif bucket.index in self._pending:
+            self._pending.pop(bucket.index).wait()
+
     def ready(self, bucket: Bucket) -> None:
         """Send what the order now allows."""
-        earlier = self._pending.get(bucket.index)
-        if earlier is not None and self._due is None:
-            earlier.wait()  # its average was never asked for by a step()
-        elif earlier is not None:
-            raise ValueError(
-                f"parameter {earlier.bucket.slots[0].name!r}: was used in forward without calling the module that owns "
-                "it, so its update came too late; the Priority schedule cannot serve this model, use Overlapped"
-            )
         self._pending[bucket.index] = PendingReduction(self.reduction, bucket)
         self._ready.add(bucket.index)
         if not self._planned:
@@ -136,6 +145,8 @@ class Priority(Schedule):
         for bucket in self.buckets:
             for slot in bucket.slots:
                 slot.parameter.grad = DeferredGradient(slot.parameter, slot.name)
+        if len({len(times) for times in self._readied_ns}) > 1:  # buckets were added in the middle of this pass
+            self._readied_ns = [[] for _ in self.buckets]
         if not self._planned and len(self._readied_ns[0]) > PROFILED_PASSES:
             self._plan()
 
@@ -188,40 +199,36 @@ class Priority(Schedule):
         """The update is due, with the options that the parameter groups have now."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        self._due = [
-            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-        ]
+        options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        self._due = dict.fromkeys(self._pending, options)
 
     def before_module(self, module: torch.nn.Module) -> None:
         """Update the parameters that ``module`` owns if that is due."""
-        if self._due is None:
+        if not self._due:
             return
         for parameter in module._parameters.values():
             index = self._bucket_of.get(id(parameter))
-            if index is not None and index in self._pending:
+            if index in self._due:
                 self._apply(index)
 
     def _apply(self, index: int) -> None:
         optimizer = self._optimizer()
         assert optimizer is not None
-        assert self._due is not None
+        options = self._due.pop(index)
         pending = self._pending.pop(index)
         pending.wait()
         held = [slot.parameter.grad for slot in pending.bucket.slots]
         for slot in pending.bucket.slots:
             slot.parameter.grad = None
         pending.bucket.scatter()
-        step_subset(optimizer, [slot.parameter for slot in pending.bucket.slots], self._due)
+        step_subset(optimizer, [slot.parameter for slot in pending.bucket.slots], options)
         for slot, gradient in zip(pending.bucket.slots, held, strict=True):
             slot.parameter.grad = gradient
-        if not self._pending:
-            self._due = None
 
     def flush(self) -> None:
         """Apply every update that is due; drop averages that no ``step()`` asked for."""
-        if self._due is not None:
-            for index in sorted(self._pending, reverse=True):
-                self._apply(index)
+        for index in sorted(self._due, reverse=True):
+            self._apply(index)
         self.settle()
 
     def settle(self) -> None:
@@ -229,7 +236,7 @@ class Priority(Schedule):
         for pending in self._pending.values():
             pending.wait()
         self._pending.clear()
-        self._due = None
+        self._due.clear()
 
 
 def _owner_hook(schedule_ref: weakref.ref[Priority]) -> Any:

@@ -47,8 +47,15 @@ class Schedule(ABC):
         self.buckets = ()
 
     def layout(self, buckets: Sequence[Bucket]) -> None:
-        """Take the buckets, in launch order. Nothing is in flight when this is called."""
+        """Take the buckets, in launch order.
+
+        Called again in the middle of a pass when buckets were added behind those that there were, which have been
+        through :meth:`ready` and :meth:`finish` then and may be in flight; the new ones follow.
+        """
         self.buckets = buckets
+
+    def prepare(self, bucket: Bucket) -> None:
+        """The buffer of ``bucket`` is about to be written to: nothing of it may be in flight any more."""
 
     @abstractmethod
     def ready(self, bucket: Bucket) -> None:
