@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,14 @@ PROJECT = Path(__file__).resolve().parents[1]
 RESULT_VARIABLE = "CROSSOVER_BENCHMARK_RESULT"
 
 
-def run(module: str, arguments: Sequence[str], size: int, launcher: str, timeout: float = 900.0) -> list[Any]:
+def run(
+    module: str,
+    arguments: Sequence[str],
+    size: int,
+    launcher: str,
+    timeout: float = 900.0,
+    variables: Mapping[str, str] | None = None,
+) -> list[Any]:
     """Run ``python -m module arguments`` on ``size`` ranks and return what each passed to :func:`report`, in rank
     order.
 
@@ -28,6 +35,7 @@ def run(module: str, arguments: Sequence[str], size: int, launcher: str, timeout
         size: number of ranks; rank ``r`` is pinned to core ``r`` (modulo the cores there are), with one torch thread.
         launcher: ``"torch"`` or ``"horovod"``.
         timeout: seconds until all ranks are killed.
+        variables: added to every rank's environment.
 
     Raises:
         RuntimeError: a rank failed; its errors are in the message.
@@ -35,8 +43,8 @@ def run(module: str, arguments: Sequence[str], size: int, launcher: str, timeout
     with tempfile.TemporaryDirectory() as folder, _launcher(launcher, size) as common:
         ranks = []
         for rank in range(size):
-            environment = {**os.environ, **_ONE_THREAD, **common, **_rank(launcher, rank, size)}
-            environment[RESULT_VARIABLE] = str(Path(folder, str(rank)))
+            environment = {**os.environ, **_ONE_THREAD, **common, **_rank(launcher, rank, size), **(variables or {})}
+            environment[RESULT_VARIABLE] = folder
             core = str(rank % (os.cpu_count() or 1))
             command = ["taskset", "-c", core, sys.executable, "-m", module, *arguments]
             ranks.append(subprocess.Popen(command, env=environment, cwd=PROJECT, stderr=subprocess.PIPE, text=True))
@@ -48,12 +56,18 @@ def run(module: str, arguments: Sequence[str], size: int, launcher: str, timeout
                 process.kill()
         if any(process.returncode for process in ranks):
             raise RuntimeError(f"{module} under {launcher} failed:\n" + "\n".join(errors))
-        return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(size)]
+        return collect(folder, size)
 
 
 def report(value: Any) -> None:
-    """Hand a JSON value to the process that called :func:`run`."""
-    Path(os.environ[RESULT_VARIABLE]).write_text(json.dumps(value))
+    """Hand a JSON value to the process that started this rank."""
+    rank = os.environ.get("HOROVOD_RANK") or os.environ["RANK"]
+    Path(os.environ[RESULT_VARIABLE], rank).write_text(json.dumps(value))
+
+
+def collect(folder: str, size: int) -> list[Any]:
+    """What each rank passed to :func:`report` with the folder in ``RESULT_VARIABLE``, in rank order."""
+    return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(size)]
 
 
 def _errors_of(process: subprocess.Popen[str], ranks: Sequence[subprocess.Popen[str]], timeout: float) -> str:

@@ -78,7 +78,7 @@ class _Decoder(nn.Module):
         nn.init.normal_(self.positions.weight, std=0.05)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.words(inputs) + self.positions.weight[: inputs.shape[1]]
+        hidden = self.words(inputs) + self.positions(torch.arange(inputs.shape[1]))
         return nn.functional.linear(self.norm(self.layers(hidden)), self.words.weight)
 
 

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 import crossover as xo
 from benchmarks import peers, workloads
-from benchmarks.peers import decoupled, horovod, torch_ddp, tuning
-from benchmarks.workloads.measure import measure_compute
+from benchmarks.peers import decoupled, tuning
 from tests.harness import run_ranks
+
+pytest.importorskip("sklearn")
 
 STEPS = 12
 TOLERANCE = 1e-9
@@ -105,3 +106,72 @@ def test_trains_under_torchrun(system: str, by_torchrun: Results) -> None:
 @pytest.mark.parametrize("system", systems_of("horovod"))
 def test_trains_under_horovod(system: str, by_horovod: Results, by_torchrun: Results) -> None:
     check(system, by_horovod, by_torchrun)
+
+
+def search() -> tuple[object, object, object]:
+    """DDP's bucket size for a tiny workload, what its hook takes over, and a system without anything to search."""
+    xo.init()
+    workload = workloads.get("vgg", batch_size=2)
+    choice, tried = tuning.tune(peers.get("ddp"), workload)
+    assert choice in peers.get("ddp").candidates(workload)
+    assert tried[str(dict(choice))] == min(tried.values())
+    assert len(tried) == len(peers.get("ddp").candidates(workload))
+    return dict(choice), peers.get("ddp_fp16").tuned_as, tuning.tune(peers.get("powersgd"), workload)
+
+
+def test_the_search_ends_alike_on_every_rank() -> None:
+    first, second = run_ranks(search, 2, timeout=120)
+    assert first == second
+    assert first[1:] == ("ddp", ({}, {}))
+
+
+def test_groups_keep_the_order_and_close_when_full() -> None:
+    model = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(5)))
+    parameters = list(model.parameters())
+    model[1].weight.requires_grad_(False)
+    groups = decoupled.grouped(model, group_bytes=500)
+    assert [[id(p) for p in group] for group in groups] == [
+        [id(parameters[0]), id(parameters[2])],
+        [id(parameters[3]), id(parameters[4])],
+    ]
+    model[4].double()
+    assert [len(group) for group in decoupled.grouped(model, group_bytes=500)] == [2, 1, 1]
+    assert [len(group) for group in decoupled.grouped(model, group_bytes=1)] == [1] * 4
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_groups_pieces_and_shards_fit_together(size: int) -> None:
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((70_001,), (300, 500), (1,))]
+    group = decoupled.Group(parameters, size)
+    assert sum(view.numel() for view in group.views) <= group.buffer.numel() < 220_002 + size
+    assert [piece.start for piece in group.pieces[1:]] == [piece.stop for piece in group.pieces[:-1]]
+    assert group.pieces[-1].stop == group.buffer.numel() == size * len(group.shards)
+    for piece, own in zip(group.pieces, group.own, strict=True):
+        assert piece.stop - piece.start == size * (own.stop - own.start)
+        assert (piece.stop - piece.start) * 4 <= decoupled.PIECE_BYTES
+
+
+def borrows() -> None:
+    xo.init()
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    driver = decoupled.Decoupled(model, torch.optim.SGD(model.parameters(), lr=0.1), group_bytes=1)
+    for _ in range(2):
+        nn.functional.linear(model[0](torch.ones(1, 3)), model[1].weight, model[1].bias).sum().backward()
+        driver.step()
+
+
+def test_dear_refuses_a_parameter_whose_module_is_not_called() -> None:
+    for outcome in run_ranks(borrows, 2, expect_failure=True):
+        assert outcome.error == "RuntimeError"
+        assert "without calling the module" in outcome.message
+
+
+def test_registry() -> None:
+    with pytest.raises(ValueError, match=r"ddp, .*crossover"):
+        peers.get("nccl")
+    with pytest.raises(ValueError, match="'ddp' is registered already"):
+        peers.register(peers.get("ddp"))
+    for name in peers.names():
+        decider = peers.get(peers.get(name).tuned_as or name)
+        candidates = decider.candidates(workloads.get("vgg"))
+        assert len({str(candidate) for candidate in candidates}) == len(candidates) >= 1
