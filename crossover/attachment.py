@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from crossover import runtime, telemetry
 from crossover.engine import Engine
+from crossover.hidden_step import HiddenSteps, is_plain
 from crossover.reduction import Traffic
 from crossover.telemetry import StepRecord
 
@@ -71,9 +72,8 @@ class Attachment:
         self._wasteful_steps: deque[int] = deque(maxlen=WASTEFUL_STEPS)
         self._warned: set[str] = set()
         self._last_step_s: float | None = None
-        self._filling_in = False
+        self._hidden_steps = HiddenSteps()
         self._successor: weakref.ref[Attachment] | None = None
-        self._filled_in: list[tuple[torch.Tensor, dict[str, Any]]] = []
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> Attachment | None:
@@ -213,15 +213,13 @@ class Attachment:
     # -- around the user's step --------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._filling_in = self._fills_in_state(optimizer)
+        engine = self.engine
+        hidden = self._hidden_steps.begin(optimizer, engine is not None and engine.shares > self._shares_at_step)
         if self._successor is not None:
             self._check_successor(self._successor())
-        if self.engine is None or self._filling_in:
+        if self.engine is None or hidden:
             return
-        for parameter, state in self._filled_in:
-            if optimizer.state.get(parameter) is state:
-                del optimizer.state[parameter]
-        self._filled_in.clear()
+        self._hidden_steps.make_way(optimizer)
         if self.engine.unshared:
             self._partial_windows += 1
             if self._partial_windows == 2:
@@ -245,9 +243,9 @@ class Attachment:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         shares = 0
-        if self._filling_in:
+        if self._hidden_steps.running:
             if self.engine is not None:
-                self._undo(optimizer)
+                self._hidden_steps.take_back(optimizer, untrained=not self.steps)
             return
         if self.engine is not None:
             shares, self._shares_at_step = self.engine.shares - self._shares_at_step, self.engine.shares
@@ -262,32 +260,6 @@ class Attachment:
         self.steps += 1
         if (recorder := telemetry.active()) is not None:
             recorder.emit(self._record(shares))
-
-    def _fills_in_state(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether this step is to train nothing: ``torch.distributed.checkpoint`` takes one where state is missing.
-
-        It does so on whichever ranks save, so nothing may be shared in it.
-        """
-        if optimizer.state or (self.engine is not None and self.engine.shares > self._shares_at_step):
-            return False
-        if any(float(group.get("lr", 1.0)) != 0.0 for group in optimizer.param_groups):
-            return False
-        gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-        return all(g is None or (_is_plain(g) and not bool(g.any())) for g in gradients)
-
-    def _undo(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take back what a step without gradients did, on this rank alone: Adam counted, momentum took up weight decay.
-
-        The state stays for whoever had it made, and makes way for a fresh one at the first real step.
-        """
-        for parameter, state in optimizer.state.items():
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor) and (key == "step" or value.shape == parameter.shape):
-                    value.zero_()
-                elif key == "step":
-                    state[key] = 0
-        if not self.steps:  # later there are updates on their way that will use it
-            self._filled_in = list(optimizer.state.items())
 
     def _notice_idle_step(self) -> None:
         """Warn if it goes on: a model whose parameters were exchanged is not trained, and nothing else says so."""
@@ -328,7 +300,7 @@ class Attachment:
             collectives=traffic.collectives,
             communication_s=traffic.communication_s,
             exposed_s=traffic.exposed_s,
-            hidden_s=max(traffic.communication_s - traffic.exposed_s, 0.0),
+            hidden_s=traffic.hidden_s,
             extra={
                 "shared_passes": shares,
                 "schedule": "none" if self.engine is None else type(self.engine.schedule).__name__,
@@ -338,7 +310,7 @@ class Attachment:
     def _expect_skipped_step(self) -> None:
         """``GradScaler`` skips a first step that overflowed; torch would warn that the scheduler stepped before it."""
         gradients = [parameter.grad for group in self.optimizer.param_groups for parameter in group["params"]]
-        if not all(bool(g.isfinite().all()) for g in gradients if _is_plain(g)):
+        if not all(bool(g.isfinite().all()) for g in gradients if is_plain(g)):
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _notify_join(self) -> None:
@@ -360,10 +332,6 @@ class Attachment:
         if message[:20] not in self._warned and self.engine.communicator.rank == 0:
             logger.warning("crossover: %s", message)
         self._warned.add(message[:20])
-
-
-def _is_plain(gradient: torch.Tensor | None) -> bool:
-    return type(gradient) is torch.Tensor and gradient.layout is torch.strided
 
 
 runtime.at_shutdown(Attachment.flush_all)

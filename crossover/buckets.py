@@ -151,6 +151,7 @@ class Bucket:
             _slot(index, name, parameter, typed, offset)
             for (index, name, parameter), offset in zip(members, offsets, strict=True)
         ]
+        self._pointers = [slot.pointer for slot in self.slots]
         self._joinable = small and not first.is_complex() and all(slot.view.is_contiguous() for slot in self.slots)
         self.missing: list[int] = []
         self.announces = False
@@ -200,13 +201,39 @@ class Bucket:
 
         From here on ``p.grad`` is the view, so that the memory of a gradient produced elsewhere is free at once.
         """
+        self.missing = []
+        if not (self._joinable and self._join_all(scale)):
+            self._bring(scale)
+        self.flags.fill_(1)
+        self.tail.zero_()
+        if self.announces:
+            self.tail[1] = 1
+        self.tail[2 if self.stepped else 3] = 1
+        for place in self.missing:
+            self.slots[place].view.zero_()
+            self.flags[place] = 0
+
+    def _join_all(self, scale: float) -> bool:
+        """Copy many small gradients at once; ``False`` if one of them needs a closer look."""
+        gradients = [slot.parameter.grad for slot in self.slots]
+        if any(gradient is None or gradient.layout is not torch.strided for gradient in gradients):
+            return False
+        if [slot.view.data_ptr() for slot in self.slots] != self._pointers:
+            return False
+        joined = torch._utils._flatten_dense_tensors(gradients)
+        if joined.dtype is not self.dtype or joined.numel() != self.gradients.numel():
+            return False
+        torch.mul(joined, scale, out=self.gradients)
+        for slot in self.slots:
+            slot.parameter.grad = slot.view
+        return True
+
+    def _bring(self, scale: float) -> None:
         outside: list[Slot] = []
         sources: list[Tensor] = []
-        missing: list[int] = []
         inside: list[Tensor] = []
-        taken = self.taken
         for place, slot in enumerate(self.slots):
-            if place in taken:
+            if place in self.taken:
                 continue
             gradient = slot.parameter.grad
             if gradient is not None and gradient.layout is torch.strided and gradient.data_ptr() == slot.pointer:
@@ -215,42 +242,18 @@ class Bucket:
             if slot.view.data_ptr() != slot.pointer:  # ``p.grad.data = ...``, as model.to() does it, took it elsewhere
                 slot.view = slot.spare.detach()
             if gradient is None:
-                missing.append(place)
+                self.missing.append(place)
             else:
                 outside.append(slot)
-                sources.append(gradient)
-        self._copy(outside, sources, inside, scale)
-        self.flags.fill_(1)
-        self.tail.zero_()
-        if self.announces:
-            self.tail[1] = 1
-        self.tail[2 if self.stepped else 3] = 1
-        for place in missing:
-            self.slots[place].view.zero_()
-            self.flags[place] = 0
-        self.missing = missing
-
-    def _copy(self, outside: list[Slot], sources: list[Tensor], inside: list[Tensor], scale: float) -> None:
-        if not (self._joinable and len(sources) == len(self.slots) and self._join_all(sources, scale)):
-            sources = [self._checked(slot, source) for slot, source in zip(outside, sources, strict=True)]
-            places = [slot.view for slot in outside]
-            if sources:
-                torch._foreach_copy_(places, sources)
-            if scale != 1.0 and (inside or places):
-                torch._foreach_mul_(inside + places, scale)
+                sources.append(self._checked(slot, gradient))
+        places = [slot.view for slot in outside]
+        if sources:
+            torch._foreach_copy_(places, sources)
+        if scale != 1.0 and (inside or places):
+            torch._foreach_mul_(inside + places, scale)
         for slot in outside:
             if slot.sparse_dimensions is None:
                 slot.parameter.grad = slot.view
-
-    def _join_all(self, sources: list[Tensor], scale: float) -> bool:
-        """Copy many small gradients at once; ``False`` if one of them needs a closer look."""
-        if any(source.layout is not torch.strided for source in sources):
-            return False
-        joined = torch._utils._flatten_dense_tensors(sources)
-        if joined.dtype is not self.dtype or joined.numel() != self.gradients.numel():
-            return False
-        torch.mul(joined, scale, out=self.gradients)
-        return True
 
     def _checked(self, slot: Slot, gradient: Tensor) -> Tensor:
         if gradient.dtype is not self.dtype or gradient.get_device() != self._ordinal:

@@ -65,7 +65,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         compression: how gradients travel: ``Compression.none``, ``fp16``, ``bf16``, or a class with static
             ``compress`` and ``decompress`` that work elementwise on flat tensors.
         backward_passes_per_step: passes that are added up, on this rank alone, before the last of them is shared.
-            Gradients are the sum over the passes: divide the loss by their number for a mean.
+            Gradients are the sum over the passes: divide the loss by their number for a mean. Those of an unfinished
+            window are in no checkpoint: a resumed job begins the window anew.
         op: ``Average`` or ``Sum`` over ranks.
         gradient_predivide_factor: with ``Average``, divide by this before the sum and by ``size / factor`` after it.
         num_groups: share the parameters out to this many buckets instead of buckets of a size. Horovod's older name.

@@ -169,5 +169,7 @@ def _communicator(process_set: ProcessSet | None, process_group: ProcessGroup | 
     if process_group is not None:
         return runtime.communicator_of(process_group)
     if process_set is not None:
+        if not isinstance(process_set, ProcessSet):
+            raise ValueError(f"process_set: is {process_set!r}; pass a crossover.ProcessSet, as of add_process_set()")
         return process_set.communicator
     return runtime.context().communicator

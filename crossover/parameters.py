@@ -165,7 +165,8 @@ def checksum(tensor: Tensor) -> int:
     values = tensor.detach()
     if values.is_complex():
         values = torch.view_as_real(values)
-    values = values.contiguous().view(-1).view(torch.uint8)
+    # not view(-1): where there is one element a contiguous tensor may have any stride, and cannot be seen as bytes then
+    values = values.contiguous().as_strided((values.numel(),), (1,)).view(torch.uint8)
     padded = torch.nn.functional.pad(values, (0, -values.numel() % 8)).view(torch.int64)
     weights = torch.arange(1, padded.numel() + 1, device=padded.device, dtype=torch.int64) * 2 + 1
     return int((padded * weights).sum().item()) if padded.numel() else 0
@@ -193,8 +194,10 @@ def require_equal_weights(
 def held_by_ddp(parameters: Sequence[NamedParameter]) -> str | None:
     """The name of a parameter that a living ``DistributedDataParallel`` holds too, if there is one."""
     names = {id(parameter.tensor): parameter.name for parameter in parameters}
-    for module in gc.get_objects():
-        if issubclass(type(module), DistributedDataParallel):
+    living = gc.get_objects()
+    kinds = {kind for kind in set(map(type, living)) if issubclass(kind, DistributedDataParallel)}
+    for module in living if kinds else ():
+        if type(module) in kinds:
             for tensor in module.parameters():
                 if id(tensor) in names:
                     return names[id(tensor)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -37,12 +38,38 @@ class Traffic:
         collectives: how many were started.
         communication_s: seconds from start to known completion, summed over collectives.
         exposed_s: seconds the training thread waited.
+        hidden_s: seconds of ``communication_s`` in which the training thread waited for none; known with telemetry on.
     """
 
     nbytes: int = 0
     collectives: int = 0
     communication_s: float = 0.0
     exposed_s: float = 0.0
+    hidden_s: float = 0.0
+
+
+class Waits:
+    """When the training thread waited, as far back as collectives in flight need it. Times in nanoseconds."""
+
+    KEPT = 4096
+
+    def __init__(self) -> None:
+        self._ends: list[int] = []
+        self._totals: list[int] = [0]
+
+    def add(self, start: int, end: int) -> None:
+        """Book a wait that came after all those before."""
+        if len(self._ends) == 2 * self.KEPT:
+            del self._ends[: self.KEPT], self._totals[: self.KEPT]
+        self._ends.append(end)
+        self._totals.append(self._totals[-1] + end - start)
+
+    def total(self, until: int) -> int:
+        """Nanoseconds waited before ``until``, counted from an arbitrary time."""
+        place = bisect.bisect_left(self._ends, until)
+        if place == len(self._ends):
+            return self._totals[-1]
+        return max(self._totals[place], self._totals[place + 1] - (self._ends[place] - until))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +144,7 @@ class Reduction:
         compression: how buckets travel.
         name: prefix of the collectives' names.
         traffic: cost since :meth:`take_traffic` was last called.
+        waits: when the training thread waited for these collectives.
         others_grew: another rank has parameters without a bucket and this one does not. Only noticed in buckets on the
             CPU: asking a device would make the host wait.
     """
@@ -127,6 +155,7 @@ class Reduction:
     name: str = "gradients"
     traffic: Traffic = field(default_factory=Traffic)
     others_grew: bool = False
+    waits: Waits = field(default_factory=Waits)
 
     def launch(self, bucket: Bucket) -> PendingReduction:
         """Start the all-reduce of a gathered bucket. Same order of calls on every rank."""
@@ -167,6 +196,10 @@ class Reduction:
         """Book one collective: when it travelled and when it was waited for, ``perf_counter`` nanoseconds."""
         self.traffic.communication_s += (travelled[1] - travelled[0]) * 1e-9
         self.traffic.exposed_s += (waited[1] - waited[0]) * 1e-9
+        if telemetry.active() is not None:
+            self.waits.add(*waited)
+            under_waits = self.waits.total(travelled[1]) - self.waits.total(travelled[0])
+            self.traffic.hidden_s += max(travelled[1] - travelled[0] - under_waits, 0) * 1e-9
         if (writer := timeline.active()) is not None:
             writer.span("communication", name, *travelled)
             writer.span("exposed", name, *waited)

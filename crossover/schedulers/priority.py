@@ -73,6 +73,7 @@ class Priority(Schedule):
         self._order: list[tuple[int, int, int]] = []
         self._next = 0
         self._ready: set[int] = set()
+        self._unserved: set[int] = set()
         self._readied_ns: list[list[int]] = []
         self._planned = False
 
@@ -89,6 +90,7 @@ class Priority(Schedule):
         self._handle.remove()
         self._pending.clear()
         self._ready.clear()
+        self._unserved.clear()
         self._due.clear()
         self._readied_ns.clear()
         self._next = 0
@@ -113,18 +115,19 @@ class Priority(Schedule):
     def prepare(self, bucket: Bucket) -> None:
         """Apply an update of parameters that this pass did not use; wait for an average that no step asked for."""
         if bucket.index in self._due:
-            used = next((slot.name for slot in bucket.slots if slot.parameter.grad is not None), None)
+            used = next((slot for slot in bucket.slots if slot.parameter.grad is not None), None)
             if used is not None:
-                raise ValueError(
-                    f"parameter {used!r}: was used in forward without calling the module that owns it, so its update "
-                    "came too late; the Priority schedule cannot serve this model, use Overlapped"
-                )
+                raise _used_elsewhere(used.name)
             self._apply(bucket.index)
         elif bucket.index in self._pending:
             self._pending.pop(bucket.index).wait()
 
     def ready(self, bucket: Bucket) -> None:
         """Send what the order now allows."""
+        for slot, arrived in zip(bucket.slots, bucket.arrived, strict=True):
+            # its bucket was updated for another module, perhaps after this parameter had been used
+            if arrived and id(slot.parameter) in self._unserved:
+                raise _used_elsewhere(slot.name)
         self._pending[bucket.index] = PendingReduction(self.reduction, bucket)
         self._ready.add(bucket.index)
         if not self._planned:
@@ -201,12 +204,14 @@ class Priority(Schedule):
         assert optimizer is not None
         options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         self._due = dict.fromkeys(self._pending, options)
+        self._unserved = {id(slot.parameter) for index in self._due for slot in self.buckets[index].slots}
 
     def before_module(self, module: torch.nn.Module) -> None:
         """Update the parameters that ``module`` owns if that is due."""
-        if not self._due:
+        if not self._unserved:
             return
         for parameter in module._parameters.values():
+            self._unserved.discard(id(parameter))
             index = self._bucket_of.get(id(parameter))
             if index in self._due:
                 self._apply(index)
@@ -229,6 +234,7 @@ class Priority(Schedule):
         """Apply every update that is due; drop averages that no ``step()`` asked for."""
         for index in sorted(self._due, reverse=True):
             self._apply(index)
+        self._unserved.clear()
         self.settle()
 
     def settle(self) -> None:
@@ -237,6 +243,13 @@ class Priority(Schedule):
             pending.wait()
         self._pending.clear()
         self._due.clear()
+
+
+def _used_elsewhere(name: str) -> ValueError:
+    return ValueError(
+        f"parameter {name!r}: was used in forward without calling the module that owns it, so its update may have come "
+        "too late; the Priority schedule cannot serve this model, use Overlapped"
+    )
 
 
 def _owner_hook(schedule_ref: weakref.ref[Priority]) -> Any:

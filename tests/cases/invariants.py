@@ -28,7 +28,7 @@ import crossover as xo
 from crossover import runtime
 from crossover.attachment import Attachment
 from crossover.comm.communicator import Communicator, ReduceOp, Work
-from crossover.schedulers import Overlapped
+from crossover.schedulers import Overlapped, Priority
 from tests.training import batch
 
 # The parameters of tests.training.make_model fall into five buckets of this size.
@@ -190,13 +190,18 @@ def _digest(tensor: Tensor) -> str:
 
 
 class Job:
-    """A model, and its optimizer wrapped with ``options``, whose steps are counted."""
+    """A model, and its optimizer wrapped with ``options``, whose steps are counted.
+
+    ``schedule="priority"`` is one with pieces so small that these models have several buckets, of several pieces.
+    """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
         self.model = model
         self.steps = 0
         optimizer.register_step_post_hook(self._count)
         options.setdefault("named_parameters", list(model.named_parameters()))
+        if options.get("schedule") == "priority":
+            options["schedule"] = Priority(partition_bytes=512, credit_bytes=2048, fuse_bytes=128)
         self.optimizer: Any = xo.DistributedOptimizer(optimizer, **options)
 
     def _count(self, *_: Any) -> None:

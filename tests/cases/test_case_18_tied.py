@@ -71,6 +71,8 @@ def tied(expected: Tensor, passes: int = 1, **options: Any) -> None:
     slots = [slot for bucket in invariants.engine_of(job.optimizer).buckets for slot in bucket.slots]
     assert len(slots) == len(list(model.parameters()))
     assert sum(slot.parameter is model.embedding.weight for slot in slots) == 1
+    if options.get("named_parameters", both_names):
+        assert any(slot.name == "embedding.weight" for slot in slots), "the first of its names"
     assert len(model.embedding.weight._post_accumulate_grad_hooks) == 1
 
 

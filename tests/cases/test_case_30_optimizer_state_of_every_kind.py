@@ -48,7 +48,11 @@ def with_other_kinds(model: nn.Module) -> torch.optim.Optimizer:
     """Strings, ``None``, numpy numbers, tuples and flags where others expect tensors."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     optimizer.param_groups[0].update(
-        tag=f"from rank {xo.rank()}", nothing=None, number=np.float64(xo.rank() + 0.5), pair=(xo.rank(), None), flag=True
+        tag=f"from rank {xo.rank()}",
+        nothing=None,
+        number=np.float64(xo.rank() + 0.5),
+        pair=(xo.rank(), None),
+        flag=True,
     )
     optimizer.state[model[0].weight] = {"note": f"rank {xo.rank()}", "none": None, "count": np.int64(xo.rank())}
     return optimizer

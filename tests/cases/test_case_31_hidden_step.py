@@ -1,9 +1,9 @@
 """Situation 31: the checkpoint library takes a step of its own.
 
-``torch.distributed.checkpoint`` fills in missing optimizer state by a ``step()`` on zero gradients with a rate of zero,
-for optimizers without state at every save and load. Taken for a training step it would start collectives, and where
-rank 0 saves alone the job would hang. Here nothing may change: parameters, counters and what is trained next are those
-of a run that was never saved.
+``torch.distributed.checkpoint`` fills in missing optimizer state by a ``step()`` on zero gradients with a rate of
+zero, for optimizers without state at every save and load. Taken for a training step it would start collectives, and
+where rank 0 saves alone the job would hang. Here nothing may change: parameters, counters and what is trained next
+are those of a run that was never saved.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Situation 35: the ranks do not start with the same weights.
 
-Gradients are averaged all the same, and the ranks train different models without a word. Here the first shared backward
-pass, which has to agree on the order of buckets anyway, compares checksums: every rank raises, naming the parameter and
-what to call. So it does for a layer that is added or unfrozen later.
+Gradients are averaged all the same, and the ranks train different models without a word. Here the first shared
+backward pass, which has to agree on the order of buckets anyway, compares checksums: every rank raises, naming the
+parameter and what to call. So it does for a layer that is added or unfrozen later.
 """
 
 from __future__ import annotations

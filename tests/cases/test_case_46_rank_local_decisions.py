@@ -76,7 +76,7 @@ def test_a_batch_skipped_before_backward(launcher: str) -> None:
     results = run_ranks(before_backward, 2, True, launcher=launcher, env=ENV)
     assert torch.equal(*results)
     assert (results[0] - falling_behind()).abs().max() < 1e-12
-    waiting, short = run_ranks(before_backward, 2, False, launcher=launcher, env=ENV, expect_failure=True, timeout=40)
+    waiting, short = run_ranks(before_backward, 2, False, launcher=launcher, env=ENV, expect_failure=True, timeout=60)
     assert short.returned, short.describe()
     assert waiting.error == "CommunicationError", waiting.describe()
     assert waiting.exit_code == 1

@@ -92,24 +92,31 @@ RECIPES: dict[str, tuple[Build, bool, dict[str, Any]]] = {
     "sgd": (sgd, True, {}),
     "sgd, small buckets": (sgd, True, {"bucket_cap_mb": 1e-5, "first_bucket_cap_mb": 1e-5}),
     "sgd, sparse as dense": (sgd, True, {"sparse_as_dense": True}),
+    "sgd, dense": (sgd, False, {}),
     "sgd with momentum, dense": (sgd_with_momentum, False, {}),
     "adam, dense": (adam, False, {}),
     "adam and SparseAdam": (adam_and_sparse_adam, True, {}),
 }
 
 
+def uses_table(name: str, rank: int) -> bool:
+    """Rank 0 alone, but for an optimizer that has no other parameter: on each rank it has to take part."""
+    return rank == 0 or name == "adam and SparseAdam"
+
+
 def seed_of(rank: int, step: int) -> int:
     return 100 * step + rank
 
 
-def alone(build: Build, sparse: bool) -> Zoo:
+def alone(name: str) -> Zoo:
+    build, sparse, _ = RECIPES[name]
     model = Zoo(sparse)
     optimizers = build(model)
     for step in range(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad()
         for rank in (0, 1):
-            (model(seed_of(rank, step), uses_table=rank == 0) / 2).backward()
+            (model(seed_of(rank, step), uses_table(name, rank)) / 2).backward()
         for optimizer in optimizers:
             optimizer.step()
     return model
@@ -127,6 +134,11 @@ def trained(name: str) -> None:
     build, sparse, options = RECIPES[name]
     model = Zoo(sparse)
     strides = layout(model)
+    if xo.rank() == 1:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+    xo.broadcast_parameters(model.state_dict(), root_rank=0)
     names = [(label, parameter) for label, parameter in model.named_parameters()]
     optimizers: list[Any] = [
         xo.DistributedOptimizer(optimizer, named_parameters=names, **options) for optimizer in build(model)
@@ -134,7 +146,7 @@ def trained(name: str) -> None:
     for step in range(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        model(seed_of(xo.rank(), step), uses_table=xo.rank() == 0).backward()
+        model(seed_of(xo.rank(), step), uses_table(name, xo.rank())).backward()
         for label, parameter in model.named_parameters():
             assert parameter.grad is not None, label
             assert parameter.grad.dtype == parameter.dtype
@@ -143,7 +155,7 @@ def trained(name: str) -> None:
         for optimizer in optimizers:
             optimizer.step()
     assert layout(model) == strides
-    reference = dict(alone(build, sparse).named_parameters())
+    reference = dict(alone(name).named_parameters())
     for label, parameter in model.named_parameters():
         torch.testing.assert_close(
             parameter,
@@ -179,11 +191,11 @@ def priority_and_compression() -> None:
         optimizer: Any = xo.DistributedOptimizer(sgd(model)[0], model.named_parameters(), **options)
         for step in range(STEPS):
             optimizer.zero_grad()
-            model(seed_of(xo.rank(), step), uses_table=xo.rank() == 0).backward()
+            model(seed_of(xo.rank(), step), xo.rank() == 0).backward()
             optimizer.step()
         optimizer.flush()
         invariants.require_same("parameters", invariants.digests(model))
-        reference = dict(alone(sgd, False).named_parameters())
+        reference = dict(alone("sgd, dense").named_parameters())
         for label, parameter in model.named_parameters():
             slack = 1e-9 if "schedule" in options else 2e-2
             atol = max(tolerance(parameter.dtype), slack)
@@ -231,6 +243,25 @@ def test_what_cannot_be_reduced_is_refused_by_name(launcher: str) -> None:
     assert "float8" in first[0]
     assert "cast" in first[0]
     assert "meta" in first[1]
+
+
+def an_optimizer_without_gradients_on_one_rank() -> None:
+    xo.init()
+    model = Zoo(sparse=True)
+    names = list(model.named_parameters())
+    optimizers: list[Any] = [xo.DistributedOptimizer(optimizer, names) for optimizer in adam_and_sparse_adam(model)]
+    model(0, xo.rank() == 0).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def test_an_optimizer_that_one_rank_does_not_use_is_named() -> None:
+    env = {"CROSSOVER_TIMEOUT": "5"}
+    outcomes = run_ranks(an_optimizer_without_gradients_on_one_rank, env=env, expect_failure=True, timeout=60)
+    for outcome in outcomes:
+        assert outcome.error == "CommunicationError", outcome.describe()
+        assert outcome.exit_code == 1
+    assert "'table.weight'" in outcomes[0].message, outcomes[0].message
 
 
 def fewer_elements_than_ranks() -> None:

@@ -7,8 +7,8 @@ import torch
 
 import crossover as xo
 from tests.harness import run_ranks
-from tests.training import alone, batch, flat, make_model, sgd
 from tests.training import Recipe as TrainingRecipe
+from tests.training import alone, batch, flat, make_model, sgd
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:

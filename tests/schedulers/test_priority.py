@@ -85,16 +85,28 @@ class Borrower(nn.Module):
         return features @ self.owner.weight.t()
 
 
-def borrows() -> None:
+class Neighbours(Borrower):
+    """The same, with a module that is called and whose parameters share a bucket with the borrowed weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called = nn.Linear(3, 3).double()
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.called(super().forward(features))
+
+
+def borrows(kind: type[nn.Module]) -> None:
     xo.init()
-    model = Borrower()
+    model = kind()
     optimizer = xo.DistributedOptimizer(sgd(model), model.named_parameters(), schedule="priority")
     for step in range(2):
         backward(model, step)
         optimizer.step()
 
 
-def test_weight_used_without_its_module_is_named() -> None:
-    for outcome in run_ranks(borrows, 2, expect_failure=True):
+@pytest.mark.parametrize("kind", [Borrower, Neighbours])
+def test_weight_used_without_its_module_is_named(kind: type[nn.Module]) -> None:
+    for outcome in run_ranks(borrows, 2, kind, expect_failure=True):
         assert outcome.error == "ValueError"
         assert "owner.weight" in outcome.message or "owner.bias" in outcome.message
