@@ -4,16 +4,21 @@
 
 Three models: an 8x1024 MLP (33.6 MB of gradients), the parameter shapes of ResNet-50 with next to no computing, and
 2,000 tensors of 100 elements. Systems that can share a process take turns in blocks of steps, so that drift of the
-machine meets all alike; a ratio is the median over pairs of neighbouring blocks.
+machine meets all alike. Which model was made first in a process has its share in the speed, by where its memory lies,
+so each repeat is a fresh process that makes them in another order: a ratio is the median over pairs of neighbouring
+blocks, and of the repeats the geometric mean.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import itertools
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import crossover as xo
 from benchmarks import loopback, notes
+from crossover import telemetry
 
 Step = Callable[[], None]
 
@@ -85,6 +91,10 @@ def crossover(model: nn.Module, batch: Tensor) -> Step:
     return stepper(model, xo.DistributedOptimizer(make_sgd(model), model.named_parameters()), batch)
 
 
+def crossover_recorded(model: nn.Module, batch: Tensor) -> Step:
+    return crossover(model, batch)
+
+
 def ddp(model: nn.Module, batch: Tensor) -> Step:
     return stepper(DistributedDataParallel(model), make_sgd(model), batch)
 
@@ -100,8 +110,22 @@ def horovod(model: nn.Module, batch: Tensor) -> Step:
 
 
 SYSTEMS: dict[str, Callable[[nn.Module, Tensor], Step]] = {
-    f.__name__: f for f in (bare, crossover, ddp, ddp_bucket_view, horovod)
+    f.__name__: f for f in (bare, crossover, crossover_recorded, ddp, ddp_bucket_view, horovod)
 }
+
+
+@contextlib.contextmanager
+def recording(system: str) -> Iterator[None]:
+    """Records and a timeline, for the system that is measured with them."""
+    if system != crossover_recorded.__name__:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        telemetry.start(records=folder, timeline=folder, rank=xo.rank())
+        try:
+            yield
+        finally:
+            telemetry.stop()
 
 
 def measure(model_name: str, systems: Sequence[str], blocks: int, steps: int) -> dict[str, list[float]]:
@@ -120,11 +144,12 @@ def measure(model_name: str, systems: Sequence[str], blocks: int, steps: int) ->
         turn = list(systems) if block % 2 == 0 else list(reversed(systems))
         for system in turn:
             durations = []
-            for number in range(steps + 1):
-                begin = time.perf_counter()
-                steps_of[system]()
-                if number:  # the first step of a block finds the other system's data in the caches
-                    durations.append(time.perf_counter() - begin)
+            with recording(system):
+                for number in range(steps + 1):
+                    begin = time.perf_counter()
+                    steps_of[system]()
+                    if number:  # the first step of a block finds the other system's data in the caches
+                        durations.append(time.perf_counter() - begin)
             times[system].append(statistics.median(durations))
     return times
 
@@ -136,55 +161,58 @@ def worker(arguments: argparse.Namespace) -> None:
     xo.shutdown()
 
 
-def pairs(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Median ratio of neighbouring blocks."""
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+Times = dict[str, list[list[float]]]
+"""Block times by system and repeat."""
 
 
-def collect(arguments: argparse.Namespace) -> dict[str, dict[str, dict[str, list[float]]]]:
+def collect(arguments: argparse.Namespace) -> dict[str, dict[str, Times]]:
     """Block times by model and run. Runs that cannot share a process are repeated in turn."""
-    runs = {"torch": ("torch", "crossover,ddp,ddp_bucket_view", 2), "alone": ("torch", "crossover,bare", 1)}
+    runs = {
+        "torch": ("torch", ["crossover", "ddp", "ddp_bucket_view", "crossover_recorded"], 2),
+        "alone": ("torch", ["crossover", "bare"], 1),
+    }
     if importlib.util.find_spec("horovod"):
-        runs["horovod"] = ("horovod", "crossover,horovod", 2)
-    merged: dict[str, dict[str, dict[str, list[float]]]] = {name: {} for name in arguments.models}
-    for _ in range(arguments.repeats):
+        runs["horovod"] = ("horovod", ["crossover", "horovod"], 2)
+    merged: dict[str, dict[str, Times]] = {name: {run: {} for run in runs} for name in arguments.models}
+    for repeat in range(arguments.repeats):
         for run, (launcher, systems, size) in runs.items():
-            options = ["--worker", systems, "--blocks", str(arguments.blocks), "--steps", str(arguments.steps)]
-            first, *_ = loopback.run("benchmarks.overhead", [*options, "--models", *arguments.models], size, launcher)
-            for model, times in first.items():
+            first = repeat % len(systems)
+            order = ",".join(systems[first:] + systems[:first])
+            options = ["--worker", order, "--blocks", str(arguments.blocks), "--steps", str(arguments.steps)]
+            answer, *_ = loopback.run("benchmarks.overhead", [*options, "--models", *arguments.models], size, launcher)
+            for model, times in answer.items():
                 for system, values in times.items():
-                    merged[model].setdefault(run, {}).setdefault(system, []).extend(values)
+                    merged[model][run].setdefault(system, []).append(values)
     return merged
 
 
-def rows_of(merged: dict[str, dict[str, dict[str, list[float]]]]) -> list[list[str]]:
+def ratio(ours: list[list[float]], theirs: list[list[float]]) -> tuple[float, float, float]:
+    """Median ratio of neighbouring blocks in each repeat: their geometric mean, smallest and largest."""
+    each = [
+        statistics.median(a / b for a, b in zip(mine, other, strict=True))
+        for mine, other in zip(ours, theirs, strict=True)
+    ]
+    return statistics.geometric_mean(each), min(each), max(each)
+
+
+def row(label: str, ours: list[list[float]], theirs: list[list[float]]) -> list[str]:
+    middle, least, most = ratio(ours, theirs)
+    times = [f"{1e3 * statistics.median(itertools.chain(*blocks)):.2f}" for blocks in (ours, theirs)]
+    return [label, *times, f"{middle:.3f}", f"{least:.3f} to {most:.3f}"]
+
+
+def rows_of(merged: dict[str, dict[str, Times]]) -> list[list[str]]:
     rows = []
     for model, runs in merged.items():
         for run, systems in runs.items():
-            for system in systems:
-                if system == "crossover":
-                    continue
-                ours, theirs = systems["crossover"], systems[system]
-                rows.append(
-                    [
-                        f"{model}: crossover ({run}) / {system}",
-                        f"{1e3 * statistics.median(ours):.2f}",
-                        f"{1e3 * statistics.median(theirs):.2f}",
-                        f"{pairs(ours, theirs):.3f}",
-                    ]
-                )
+            for system, times in systems.items():
+                if system == "crossover_recorded":
+                    rows.append(row(f"{model}: with records and timeline / without", times, systems["crossover"]))
+                elif system != "crossover":
+                    rows.append(row(f"{model}: crossover ({run}) / {system}", systems["crossover"], times))
         if "horovod" in runs:
-            ours, theirs = runs["torch"]["crossover"], runs["horovod"]["horovod"]
-            ratio = statistics.median(ours) / statistics.median(theirs)
             label = f"{model}: crossover (torch) / horovod, other processes"
-            rows.append(
-                [
-                    label,
-                    f"{1e3 * statistics.median(ours):.2f}",
-                    f"{1e3 * statistics.median(theirs):.2f}",
-                    f"{ratio:.3f}",
-                ]
-            )
+            rows.append(row(label, runs["torch"]["crossover"], runs["horovod"]["horovod"]))
     return rows
 
 
@@ -192,9 +220,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--blocks", type=int, default=20, help="blocks of steps for each system in one run")
-    parser.add_argument("--steps", type=int, default=10, help="steps in a block")
-    parser.add_argument("--repeats", type=int, default=3, help="fresh processes")
+    parser.add_argument("--blocks", type=int, default=6, help="blocks of steps for each system in one run")
+    parser.add_argument("--steps", type=int, default=6, help="steps in a block")
+    parser.add_argument("--repeats", type=int, default=4, help="fresh processes")
     parser.add_argument("--quick", action="store_true", help="a look: few blocks, one run")
     parser.add_argument("--save", action="store_true", help="leave a dated note in benchmarks/results/")
     arguments = parser.parse_args()
@@ -204,7 +232,7 @@ def main() -> None:
     if arguments.quick:
         arguments.blocks, arguments.repeats = 5, 1
     merged = collect(arguments)
-    text = notes.table(["model: ours / peer", "ours, ms", "peer, ms", "ratio"], rows_of(merged))
+    text = notes.table(["model: ours / peer", "ours, ms", "peer, ms", "ratio", "of repeats"], rows_of(merged))
     print(text)
     if arguments.save:
         print(
