@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from crossover.comm.communicator import Communicator, ReduceOp, Work
+from crossover.comm.waiting import waiting
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,9 @@ class EmulatedWork(Work):
 
     def wait(self) -> None:
         """See :meth:`Work.wait`. Also sleeps until the link would have carried it."""
-        self._work.wait()
-        self._clock.sleep_until(self.due)
+        with waiting():
+            self._work.wait()
+            self._clock.sleep_until(self.due)
 
     def when_completed(self, callback: Callable[[int], None]) -> None:
         """See :meth:`Work.when_completed`. The time told is when the link would have carried it, on the real clock."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from crossover.comm.board import Board
 from crossover.comm.communicator import Communicator, ReduceOp, Work
 from crossover.comm.vigil import Vigil, profiler_span
+from crossover.comm.waiting import waiting
 from crossover.errors import CommunicationError
 
 _OPS = {ReduceOp.SUM: hvd.Sum, ReduceOp.MAX: hvd.Max, ReduceOp.MIN: hvd.Min, ReduceOp.PRODUCT: hvd.Product}
@@ -63,7 +64,8 @@ class HorovodWork(Work):
         started = time.monotonic()
         try:
             if not hvd.poll(self._handle):
-                self._communicator.vigil.wait(self.name, self._poll)
+                with waiting():
+                    self._communicator.vigil.wait(self.name, self._poll)
             result = self._result(started)
         finally:
             self._handle = None

@@ -18,6 +18,7 @@ from crossover.comm.board import Board
 from crossover.comm.communicator import Communicator, ReduceOp, Work
 from crossover.comm.torch_groups import align_local_names, make_group
 from crossover.comm.vigil import Vigil, profiler_span
+from crossover.comm.waiting import waiting
 from crossover.errors import CommunicationError
 
 _TORCH_OPS: dict[ReduceOp, Any] = {
@@ -54,6 +55,10 @@ class TorchWork(Work):
 
     def wait(self) -> None:
         """See :meth:`Work.wait`. Where the backend works on a device's streams, only orders the current stream."""
+        with waiting():
+            self._wait()
+
+    def _wait(self) -> None:
         started = time.monotonic()
         vigil = self._communicator.vigil
         if not self._on_host:
