@@ -78,6 +78,13 @@ def plan_buckets(
     return sorted(buckets, key=lambda bucket: position[bucket[-1]])
 
 
+# What goes with a bucket's memory: see Bucket.swap.
+_HELD = (
+    *("buffer", "gradients", "flags", "absent", "tail", "slots", "_pointers"),
+    *("missing", "announces", "stepped"),
+)
+
+
 @dataclass(slots=True)
 class Slot:
     """One parameter's place in a bucket.
@@ -123,6 +130,7 @@ class Bucket:
         announces: whether this rank has parameters without a bucket; set before :meth:`gather`.
         stepped: whether the optimizer has stepped since the last shared pass, ``None`` where this rank only stands in;
             set before :meth:`gather`.
+        adds: :meth:`gather` adds to what the buffer holds of earlier passes, instead of overwriting it.
     """
 
     def __init__(self, index: int, members: Sequence[tuple[int, str, Tensor]]) -> None:
@@ -156,6 +164,7 @@ class Bucket:
         self.missing: list[int] = []
         self.announces = False
         self.stepped: bool | None = False
+        self.adds = False
         self.reset()
 
     def reset(self) -> None:
@@ -172,7 +181,8 @@ class Bucket:
         """
         slot = self.slots[place]
         gradient = slot.parameter.grad
-        if slot.small or gradient is None or gradient.layout is not torch.strided:
+        # Adding is left to gather(), which does it in one way: bits do not depend on when gradients arrived.
+        if slot.small or self.adds or gradient is None or gradient.layout is not torch.strided:
             return
         if gradient.data_ptr() == slot.pointer:
             if scale != 1.0:
@@ -201,9 +211,12 @@ class Bucket:
 
         From here on ``p.grad`` is the view, so that the memory of a gradient produced elsewhere is free at once.
         """
-        self.missing = []
+        before, self.missing = self.missing, []
         if not (self._joinable and self._join_all(scale)):
             self._bring(scale)
+        if self.adds:
+            self._count_again(before)
+            return
         self.flags.fill_(1)
         self.tail.zero_()
         if self.announces:
@@ -212,6 +225,15 @@ class Bucket:
         for place in self.missing:
             self.slots[place].view.zero_()
             self.flags[place] = 0
+
+    def _count_again(self, missing_before: list[int]) -> None:
+        """Flags of one more pass. Whether all ranks stepped is asked of the first pass only, after which it matters."""
+        self.flags.add_(1)
+        for place in self.missing:
+            self.flags[place] -= 1
+        if self.announces:
+            self.tail[1] = 1
+        self.missing = sorted({*missing_before, *self.missing})
 
     def _join_all(self, scale: float) -> bool:
         """Copy many small gradients at once; ``False`` if one of them needs a closer look."""
@@ -223,7 +245,10 @@ class Bucket:
         joined = torch._utils._flatten_dense_tensors(gradients)
         if joined.dtype is not self.dtype or joined.numel() != self.gradients.numel():
             return False
-        torch.mul(joined, scale, out=self.gradients)
+        if self.adds:
+            self.gradients.add_(joined, alpha=scale)
+        else:
+            torch.mul(joined, scale, out=self.gradients)
         for slot in self.slots:
             slot.parameter.grad = slot.view
         return True
@@ -247,7 +272,10 @@ class Bucket:
                 outside.append(slot)
                 sources.append(self._checked(slot, gradient))
         places = [slot.view for slot in outside]
-        if sources:
+        if sources and self.adds:
+            torch._foreach_add_(places, sources, alpha=scale)
+            places = []
+        elif sources:
             torch._foreach_copy_(places, sources)
         if scale != 1.0 and (inside or places):
             torch._foreach_mul_(inside + places, scale)
@@ -274,10 +302,24 @@ class Bucket:
 
     def join(self) -> None:
         """Stand in for this rank's gradients with nothing, and say so: the average is then over the other ranks."""
+        if self.adds:
+            self.absent.add_(1)
+            return
         self.buffer.zero_()
         self.absent.fill_(1)
         self.tail[1] = float(self.announces)
         self.missing = []
+
+    def twin(self) -> Bucket:
+        """Another bucket of the same parameters, with memory of its own."""
+        return Bucket(self.index, [(slot.index, slot.name, slot.parameter) for slot in self.slots])
+
+    def swap(self, other: Bucket) -> None:
+        """Exchange memory, and what it holds, with a :meth:`twin`."""
+        for name in _HELD:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            setattr(self, name, theirs)
+            setattr(other, name, mine)
 
     @torch.no_grad()
     def scatter(self) -> None:

@@ -164,20 +164,29 @@ class Reduction:
         return pending
 
     @torch.no_grad()
-    def rescale(self, bucket: Bucket) -> None:
-        """Apply to a reduced bucket what scaling is left."""
-        factor = self.scaling.after
+    def rescale(self, bucket: Bucket, steps: int = 1, factor: float = 1.0) -> None:
+        """Apply to a reduced bucket what scaling is left.
+
+        Args:
+            bucket: summed over ranks, and over ``steps`` passes, of which the mean is taken.
+            steps: number of those passes.
+            factor: multiplied with besides.
+        """
+        factor *= self.scaling.after
+        if steps > 1 and not self.scaling.average:
+            factor /= steps
         if bucket.device.type == "cpu":
             absent, growing, stepped, idle = bucket.tail.tolist()
             if growing and not bucket.announces:
                 self.others_grew = True
             if stepped and idle:
                 raise self._skipped_step(bucket)
-            if absent and self.scaling.average:
-                factor *= self.communicator.size / max(self.communicator.size - absent, 1)
+            if (absent or steps > 1) and self.scaling.average:
+                factor *= self.communicator.size / max(self.communicator.size * steps - absent, 1)
         elif self.scaling.average:
-            # asking the device would make the host wait; the factor is 1 unless ranks have joined
-            bucket.gradients.mul_(self.communicator.size / (self.communicator.size - bucket.absent).clamp_(min=1))
+            # asking the device would make the host wait; the factor is 1 unless ranks have joined or passes were merged
+            parts = (self.communicator.size * steps - bucket.absent).clamp_(min=1)
+            bucket.gradients.mul_(self.communicator.size / parts)
         if factor != 1.0:
             bucket.gradients.mul_(factor)
 

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from crossover.schedulers.fifo_delayed import FifoDelayed
 from crossover.schedulers.overlapped import Overlapped
 from crossover.schedulers.priority import Priority
 from crossover.schedulers.schedule import Schedule
 
-__all__ = ["Overlapped", "Priority", "Schedule", "schedule_of"]
+__all__ = ["FifoDelayed", "Overlapped", "Priority", "Schedule", "register_schedule", "schedule_of"]
 
-_BY_NAME: dict[str, Callable[[], Schedule]] = {"overlapped": Overlapped, "priority": Priority}
+_BY_NAME: dict[str, Callable[[], Schedule]] = {
+    "fifo_delayed": FifoDelayed,
+    "overlapped": Overlapped,
+    "priority": Priority,
+}
+
+
+def register_schedule(name: str, make: Callable[[], Schedule]) -> None:
+    """Let :func:`schedule_of` know a schedule by ``name``; for parts that stand above this one."""
+    _BY_NAME[name] = make
 
 
 def schedule_of(choice: Schedule | str) -> Schedule:

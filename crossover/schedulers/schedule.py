@@ -68,6 +68,9 @@ class Schedule(ABC):
     def before_step(self) -> None:
         """The user's optimizer is about to step, or its gradients are about to be cleared."""
 
+    def before_update(self) -> None:
+        """The user's optimizer steps now: called after :meth:`before_step`, once for each :meth:`stepped`."""
+
     def stepped(self) -> None:
         """The user's optimizer has stepped with what :meth:`finish` left."""
 
@@ -76,6 +79,14 @@ class Schedule(ABC):
 
     def settle(self) -> None:
         """Wait for what this rank has in flight; start and apply nothing."""
+
+    def stood_in(self) -> int:
+        """How many ranks only stood in when gradients were last brought together; known after :meth:`settle`."""
+        return int(self.buckets[-1].absent.item())
+
+    def describe(self) -> tuple[str, dict[str, Any]]:
+        """For the step's record: why it shared or applied what it did, in a few words, and further values by name."""
+        return f"{type(self).__name__}: every step is shared", {}
 
     def state_dict(self) -> dict[str, Any]:
         """What a bit-equal continuation needs. Never communicates."""
