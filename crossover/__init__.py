@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from crossover import collectives, elastic, runtime, schedulers, telemetry
+from crossover import collectives, deft, elastic, runtime, schedulers, selsync, sync, telemetry
 from crossover.collectives import *  # noqa: F403
 from crossover.errors import CommunicationError, RankMismatchError
 from crossover.joining import join
@@ -34,6 +34,7 @@ __all__ = [
     "RankMismatchError",
     "cross_rank",
     "cross_size",
+    "deft",
     "elastic",
     "init",
     "is_homogeneous",
@@ -44,8 +45,10 @@ __all__ = [
     "rank",
     "runtime",
     "schedulers",
+    "selsync",
     "shutdown",
     "size",
+    "sync",
     "telemetry",
 ]
 

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
-import time
 import weakref
-from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 
-from crossover import runtime, telemetry
+from crossover import runtime
+from crossover.advice import Advice
 from crossover.engine import Engine
+from crossover.errors import CommunicationError, RankMismatchError
 from crossover.hidden_step import HiddenSteps, is_plain
-from crossover.reduction import Traffic
-from crossover.telemetry import StepRecord
+from crossover.step_record import StepRecords
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.join import JoinHook
 
-logger = logging.getLogger("crossover")
-
 ATTRIBUTE = "_crossover"
-WASTEFUL_STEPS, WASTEFUL_WINDOW = 3, 20
-IDLE_STEPS = 5
+STATE_KEY = "crossover"  # in the optimizer's state_dict(); a bare optimizer leaves it aside
 METHODS = (
     "reattach",
     "synchronize",
@@ -67,11 +62,8 @@ class Attachment:
         self.engine: Engine | None = None
         self.steps = 0
         self._shares_at_step = 0
-        self._partial_windows = 0
-        self._idle_steps = 0
-        self._wasteful_steps: deque[int] = deque(maxlen=WASTEFUL_STEPS)
-        self._warned: set[str] = set()
-        self._last_step_s: float | None = None
+        self._advice = Advice()
+        self._records = StepRecords()
         self._hidden_steps = HiddenSteps()
         self._successor: weakref.ref[Attachment] | None = None
 
@@ -95,6 +87,8 @@ class Attachment:
             setattr(optimizer, method, getattr(attachment, method))
         optimizer.register_step_post_hook(attachment._after_step)
         optimizer.register_step_pre_hook(attachment._before_step)
+        optimizer.register_state_dict_post_hook(attachment._add_state)
+        optimizer.register_load_state_dict_pre_hook(attachment._take_state)
         # Not at exit, when ranks leave at different times and the job as a whole is being ended.
         weakref.finalize(optimizer, attachment._detach).atexit = False
         cls.attached.add(attachment)
@@ -130,6 +124,7 @@ class Attachment:
         optimizer.join_device = optimizer.param_groups[0]["params"][0].device  # type: ignore[attr-defined]
         if engine is not None:
             self._take_over(engine)
+            self._advice.silent = engine.communicator.rank != 0
             engine.before_share = self._notify_join
             engine.after_first_share = self._expect_skipped_step
             optimizer.join_process_group = getattr(engine.communicator, "group", None)  # type: ignore[attr-defined]
@@ -142,7 +137,8 @@ class Attachment:
         """
         for other in sorted(self.attached, key=lambda attachment: attachment.number):
             if other is not self and other.engine is not None and other.engine.held & engine.held:
-                other.flush()
+                # not what is collective of a flush: an old optimizer may live on some ranks only
+                other.engine.schedule.flush()
                 other._detach()
                 other._successor = weakref.ref(self)
 
@@ -183,7 +179,7 @@ class Attachment:
     def flush(self) -> None:
         """Bring all that is in flight to its end: equal parameters on every rank afterwards. Collective."""
         if self.engine is not None:
-            self.engine.schedule.flush()
+            self.engine.exchange.flush()
 
     @contextlib.contextmanager
     def flushed(self) -> Iterator[None]:
@@ -196,7 +192,7 @@ class Attachment:
         if not isinstance(passes, int) or passes < 1:
             raise ValueError(f"passes: is {passes!r}; it has to be a whole number of 1 or more")
         if self.engine is not None:
-            self.engine.backward_passes_per_step = passes
+            self.engine.window.length = passes
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """The optimizer's own ``zero_grad``; gradients of an unfinished window are dropped."""
@@ -217,95 +213,61 @@ class Attachment:
         hidden = self._hidden_steps.begin(optimizer, engine is not None and engine.shares > self._shares_at_step)
         if self._successor is not None:
             self._check_successor(self._successor())
-        if self.engine is None or hidden:
+        if engine is None or hidden:
             return
         self._hidden_steps.make_way(optimizer)
-        if self.engine.unshared:
-            self._partial_windows += 1
-            if self._partial_windows == 2:
-                self._warn_once(
-                    f"step() is called after {self.engine.passes} of {self.engine.backward_passes_per_step} backward "
-                    "passes, time after time, so every window is shared early; call step() once in "
-                    "backward_passes_per_step passes, or set backward_passes_per_step=1"
-                )
-        elif self.engine.shares > self._shares_at_step:
-            self._partial_windows = 0
-        if self.engine.unshared:
-            self.engine.share()
-        elif self.engine.shares == self._shares_at_step and (unseen := self.engine.unseen_gradients()):
-            self._warn_once(
-                f"step() averages gradients that backward() did not, of {len(unseen)} parameters, the first "
-                f"{unseen[0]!r}: they were set by hand, or their tensors were swapped or unfrozen since; what comes "
-                "before step(), such as clipping, saw this rank's own"
-            )
-            self.engine.share()
-        self.engine.schedule.before_step()
+        if engine.unshared:
+            self._advice.window_ended(engine.passes, engine.window.length)
+            engine.share()
+        elif engine.shares > self._shares_at_step:
+            self._advice.window_ended(0, engine.window.length)
+        elif unseen := engine.unseen_gradients():
+            if engine.exchange.shares_all:
+                self._advice.unseen_gradients(unseen)
+            engine.share()
+        engine.exchange.before_step()
+        if engine.shares > self._shares_at_step:
+            engine.schedule.before_update()
+        engine.sharing.computing()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        shares = 0
+        engine, shares = self.engine, 0
         if self._hidden_steps.running:
-            if self.engine is not None:
+            if engine is not None:
                 self._hidden_steps.take_back(optimizer, untrained=not self.steps)
             return
-        if self.engine is not None:
-            shares, self._shares_at_step = self.engine.shares - self._shares_at_step, self.engine.shares
-            if not shares:
-                self._notice_idle_step()
-                return  # nothing arrived since the step before this one
-            self._idle_steps = 0
-            self.engine.stepped = True
-            self.engine.schedule.stepped()
-            if shares > 1:
-                self._notice_wasted_share(shares)
+        if engine is not None:
+            shares, self._shares_at_step = engine.shares - self._shares_at_step, engine.shares
+            if not shares:  # nothing arrived since the step before this one
+                self._advice.step_idle()
+                engine.exchange.after_idle_step()
+                engine.sharing.between_steps()
+                return
+            if not engine.exchange.shares_all:
+                engine.sharing.communicating()  # the vote is waited for, and no turn may be held then
+            engine.exchange.after_step()
+            engine.sharing.between_steps()
+            self._advice.step_shared(self.steps, shares)
         self.steps += 1
-        if (recorder := telemetry.active()) is not None:
-            recorder.emit(self._record(shares))
+        self._records.emit(engine, self.steps - 1, shares)
 
-    def _notice_idle_step(self) -> None:
-        """Warn if it goes on: a model whose parameters were exchanged is not trained, and nothing else says so."""
-        self._idle_steps += 1
-        if self._idle_steps == IDLE_STEPS:
-            self._warn_once(
-                f"in {IDLE_STEPS} calls of step() one after the other no parameter of this optimizer had a gradient; "
-                "if the model's parameters were exchanged since it was built, as load_state_dict(assign=True) does, "
-                "build it anew"
-            )
+    # -- the optimizer's state ---------------------------------------------------------------------------------------
 
-    def _notice_wasted_share(self, shares: int) -> None:
-        """Warn if it happens often; now and then it is ``GradScaler`` that skipped a step."""
-        self._wasteful_steps.append(self.steps)
-        if len(self._wasteful_steps) == WASTEFUL_STEPS and self.steps - self._wasteful_steps[0] < WASTEFUL_WINDOW:
-            self._warn_once(
-                f"gradients were averaged over ranks {shares} times for one step(), and so they were in "
-                f"{WASTEFUL_STEPS} of the last {WASTEFUL_WINDOW} steps, where once would do; freeze parameters that a "
-                "loss does not train (requires_grad_(False)), or run its backward() within optimizer.no_sync()"
-            )
+    def _add_state(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        if self.engine is not None and (state := self.engine.exchange.state_dict()):
+            state_dict[STATE_KEY] = state
+            if self.engine.exchange.apart:
+                self._advice.state_of_one_replica()
 
-    def _record(self, shares: int) -> StepRecord:
-        now = time.perf_counter()
-        begin, self._last_step_s = self._last_step_s, now
-        traffic = Traffic() if self.engine is None else self.engine.reduction.take_traffic()
-        reason = "one rank only"
-        if self.engine is not None:
-            reason = f"{type(self.engine.schedule).__name__}: every step is shared"
-        return StepRecord(
-            step=self.steps - 1,
-            rank=0 if self.engine is None else self.engine.communicator.ranks[self.engine.communicator.rank],
-            start_s=now if begin is None else begin,
-            wall_s=time.time(),
-            step_s=None if begin is None else now - begin,
-            synchronised=self.engine is not None,
-            reason=reason,
-            bytes_sent=traffic.nbytes,
-            collectives=traffic.collectives,
-            communication_s=traffic.communication_s,
-            exposed_s=traffic.exposed_s,
-            hidden_s=traffic.hidden_s,
-            extra={
-                "shared_passes": shares,
-                "schedule": "none" if self.engine is None else type(self.engine.schedule).__name__,
-            },
-        )
+    def _take_state(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        if self.engine is None:
+            return
+        if STATE_KEY in state_dict:
+            self.engine.exchange.load_state_dict(state_dict[STATE_KEY])
+        elif not self.engine.exchange.shares_all:
+            self._advice.state_without_ours()
+
+    # -- messages ----------------------------------------------------------------------------------------------------
 
     def _expect_skipped_step(self) -> None:
         """``GradScaler`` skips a first step that overflowed; torch would warn that the scheduler stepped before it."""
@@ -323,15 +285,17 @@ class Attachment:
 
     @classmethod
     def flush_all(cls) -> None:
-        """Flush every optimizer, in the order in which they were wrapped. Collective."""
-        for attachment in sorted(cls.attached, key=lambda a: a.number):
-            attachment.flush()
+        """Flush every optimizer, in the order in which they were wrapped. Collective.
 
-    def _warn_once(self, message: str) -> None:
-        assert self.engine is not None
-        if message[:20] not in self._warned and self.engine.communicator.rank == 0:
-            logger.warning("crossover: %s", message)
-        self._warned.add(message[:20])
+        Raises:
+            CommunicationError: other ranks are elsewhere, so what is in flight is lost.
+        """
+        for attachment in sorted(cls.attached, key=lambda a: a.number):
+            if attachment.engine is not None:
+                try:
+                    attachment.engine.exchange.flush_at_shutdown()
+                except RankMismatchError as error:
+                    raise CommunicationError(str(error)) from error
 
 
 runtime.at_shutdown(Attachment.flush_all)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +19,14 @@ except ImportError as _missing:
 
 from crossover import doctor as examination
 from crossover import selftest
+from crossover.simulate import cluster_names, model_names, processor_names
+from crossover.simulate.advise import advise as advice_for
+from crossover.simulate.command import Request, advise_command, read_profile, simulate_command
+from crossover.simulate.network import parse_rate
+from crossover.sync import top as sharing_table
+from crossover.sync.arbiter import places
+from crossover.sync.device import host_name
+from crossover.sync.link import command as arbiter_command
 from crossover.telemetry import timeline as timelines
 from crossover.telemetry.display import show
 from crossover.telemetry.picture import draw
@@ -85,6 +94,83 @@ def merge(
         print(f"note: {merged.damaged} line(s) cut short: left out", file=sys.stderr)
     for name in merged.not_aligned:
         print(f"note: {name} is not on rank 0's clock; on another host its place in time is wrong", file=sys.stderr)
+
+
+@app.command()
+def top(
+    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show who computes on which device of this machine, who waits for it, and what sharing gains."""
+    try:
+        sharing_table.run(places.directory(os.environ), every, once, as_json)
+    except ValueError as error:
+        raise _refusal(error) from error
+
+
+@app.command()
+def arbiter(
+    device: Annotated[str, typer.Argument(help="A GPU's UUID, or the name of a CPU slot, such as cpu0.")],
+    idle: Annotated[float, typer.Option(help="End after this many seconds without jobs; 0: never.", min=0.0)] = 0.0,
+    lease: Annotated[float, typer.Option(help="Least seconds that a holder may keep others waiting.", min=0.0)] = 5.0,
+) -> None:
+    """Hand out turns on one device, as a service. Jobs start an arbiter by themselves where there is none."""
+    try:
+        place = places.Place(places.directory(os.environ), host_name(), device)
+        _ = place.socket
+    except ValueError as error:
+        raise _refusal(error) from error
+    line = arbiter_command(place, "--idle", str(idle), "--lease", str(lease))
+    os.execv(line[0], line)  # without torch, which this process has in memory for nothing
+
+
+@app.command()
+def simulate(
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(model_names())}.")] = "vgg19",
+    profile: Annotated[Path | None, typer.Option(help="A profile that DeFT measured, in place of a model.")] = None,
+    cluster: Annotated[str, typer.Option(help=f"One of {', '.join(cluster_names())}.")] = "16-10g",
+    ranks: Annotated[int | None, typer.Option(help="In place of the cluster's.")] = None,
+    rate: Annotated[str | None, typer.Option(help="Of each node's link, like 25gbit.")] = None,
+    device: Annotated[str | None, typer.Option(help=f"One of {', '.join(processor_names())}.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Examples a rank and step.")] = None,
+    systems: Annotated[str, typer.Option(help="With commas.")] = Request().systems,
+    jobs: Annotated[int, typer.Option(help="Equal jobs that take turns on the same devices.")] = 1,
+    lssr: Annotated[float, typer.Option(help="Share of local steps, for SelSync.")] = 0.8,
+    steps: Annotated[int, typer.Option(help="Steps of each.")] = 60,
+    as_json: AsJson = False,
+    picture: Annotated[Path | None, typer.Option(help="Draw the timelines into this file (png, svg, pdf).")] = None,
+    timeline: Annotated[Path | None, typer.Option(help="Write a Chrome trace.")] = None,
+) -> None:
+    """Predict a step of each system on a cluster, from a published model or a profile."""
+    request = Request(model, profile, cluster, ranks, rate, device, batch, systems, jobs, lssr, steps)
+    try:
+        said = simulate_command(request, as_json, picture, timeline)
+    except (ValueError, ImportError) as error:
+        raise _refusal(error) from error
+    print(json.dumps(said, indent=2) if as_json else said)
+
+
+@app.command()
+def advise(
+    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="What DeFT measured: schedule.profile.save(...).")],
+    ranks: Annotated[int | None, typer.Option(help="Of the job to come; default: the profile's.")] = None,
+    rate: Annotated[str | None, typer.Option(help="Of the links to come, like 25gbit.")] = None,
+    lssr: Annotated[float, typer.Option(help="Share of local steps to assume for SelSync.", min=0.0, max=1.0)] = 0.8,
+    second: Annotated[Path | None, typer.Option(help="Profile of a job to share with; default: its like.")] = None,
+    noise_scale: Annotated[float | None, typer.Option(help="In batches of one rank, from DeFT's decisions.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict what each way to train would bring for a measured job, and say what to write in its script."""
+    try:
+        bit_s = None if rate is None else parse_rate(rate)
+        other = None if second is None else read_profile(second)
+        job = read_profile(profile)
+        advice = advice_for(job, ranks=ranks, bit_s=bit_s, lssr=lssr, second=other, noise_scale=noise_scale)
+    except ValueError as error:
+        raise _refusal(error) from error
+    said = advise_command(advice, as_json)
+    print(json.dumps(said, indent=2) if as_json else said)
 
 
 def _refusal(error: Exception) -> typer.Exit:

@@ -31,9 +31,9 @@ class OptimizerJoinHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the state of a rank that trained to the end."""
         if self._attachment.engine is not None:
-            self._attachment.flush()
+            self._attachment.engine.exchange.flush(stand_in=not is_last_joiner)
             _take_state_of_last(self._attachment, int(is_last_joiner))
-            self._attachment.engine.stepped = False
+            self._attachment.engine.exchange.stepped = False
 
 
 def join(device: int = -1) -> int:
@@ -69,7 +69,7 @@ def join(device: int = -1) -> int:
     waited = communicator.all_gather_object(rounds, name="join.rounds")
     last = max(rank for rank, count in enumerate(waited) if count == min(waited))
     for attachment in attachments:
-        attachment.flush()
+        _engine(attachment).exchange.flush(stand_in=rounds > min(waited))
         if len(set(waited)) > 1:
             _take_state_of_last(attachment, -rounds)
     for attachment in everyone:

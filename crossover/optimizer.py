@@ -17,11 +17,14 @@ from crossover.options import Options, bucket_options, connect
 from crossover.parameters import ParameterBook
 from crossover.reduction import Compressor
 from crossover.schedulers import Schedule, schedule_of
+from crossover.selsync import Gate, gate_of
+from crossover.sync.sharing import SHARING_VARIABLE, Sharing, sharing_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 SCHEDULE_VARIABLE = "CROSSOVER_SCHEDULE"
+GATE_VARIABLE = "CROSSOVER_GATE"
 
 
 class WrappedOptimizer(torch.optim.Optimizer, Attachment if TYPE_CHECKING else object):  # type: ignore[misc]
@@ -42,8 +45,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     *,
     process_group: ProcessGroup | None = None,
     schedule: Schedule | str | None = None,
-    gate: None = None,
-    sharing: None = None,
+    gate: Gate | str | None = None,
+    sharing: Sharing | str | None = None,
     bucket_cap_mb: float = DEFAULT_CAP_BYTES / MEBIBYTE,
     first_bucket_cap_mb: float = DEFAULT_FIRST_CAP_BYTES / MEBIBYTE,
 ) -> WrappedOptimizer:
@@ -76,8 +79,14 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         process_group: the same as a ``torch.distributed`` group.
         schedule: when buckets travel: an object or name from :mod:`crossover.schedulers`; ``None`` is
             ``$CROSSOVER_SCHEDULE`` or ``Overlapped()``.
-        gate: reserved for deciding which steps are shared; ``None`` shares every step.
-        sharing: reserved for taking turns on a device; ``None`` takes none.
+        gate: decides which steps are shared: an object or name from :mod:`crossover.selsync`, such as
+            ``SelSync(delta=0.3)``, ``"selsync:0.3"`` or ``"periodic:8"``; ``None`` is ``$CROSSOVER_GATE``, or sharing
+            every step. With one, ``p.grad`` stays this rank's own unless the gate averages gradients, replicas differ
+            between shared steps, and ``optimizer.flushed()`` makes them equal for evaluation and checkpoints. What the
+            gate counts is saved in ``state_dict()["crossover"]``, which a bare optimizer leaves aside.
+        sharing: how this job shares its device with others: a :class:`crossover.sync.TimeShare`, or text such as
+            ``"timeshare:job=a"``; ``None`` is ``$CROSSOVER_SHARING``, or the device is used at any time. Changes
+            nothing but timing, and a lone rank takes no turns, as it waits for nobody.
         bucket_cap_mb: size at which a bucket is closed, MiB.
         first_bucket_cap_mb: the same for the first bucket, MiB.
 
@@ -100,7 +109,6 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     Source: the signature and meaning are those of ``horovod.torch.DistributedOptimizer``.
     """
     _check_optimizer(optimizer)
-    _check_reserved(gate, sharing)
     book = ParameterBook(optimizer, named_parameters)
     options = Options(
         compression=compression,
@@ -111,6 +119,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         process_set=process_set,
         process_group=process_group,
         schedule=schedule_of(schedule if schedule is not None else os.environ.get(SCHEDULE_VARIABLE) or "overlapped"),
+        gate=gate_of(gate if gate is not None else os.environ.get(GATE_VARIABLE)),
+        sharing=sharing_of(sharing if sharing is not None else os.environ.get(SHARING_VARIABLE)),
     )
     return Attachment.attach(optimizer, partial(connect, book=book, options=options))  # type: ignore[return-value]
 
@@ -123,9 +133,3 @@ def _check_optimizer(optimizer: object) -> None:
         )
     if Attachment.of(optimizer) is not None:
         raise ValueError("optimizer: is wrapped already; call DistributedOptimizer once for each optimizer")
-
-
-def _check_reserved(gate: object, sharing: object) -> None:
-    for name, value in (("gate", gate), ("sharing", sharing)):
-        if value is not None:
-            raise ValueError(f"{name}: is {value!r}; this version has none to choose from, leave it at None")

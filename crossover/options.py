@@ -14,10 +14,15 @@ from crossover.buckets import MEBIBYTE
 from crossover.collectives import Average, Compression, ProcessSet, Sum
 from crossover.comm.communicator import Communicator
 from crossover.engine import Engine
+from crossover.exchange import Exchange
+from crossover.gated import GatedExchange
 from crossover.layout import BucketOptions
+from crossover.memory import keep_freed_memory
 from crossover.parameters import NamedParameter, ParameterBook, agree
 from crossover.reduction import Compressor, Reduction, scaling_for
-from crossover.schedulers import Schedule
+from crossover.schedulers import Overlapped, Schedule
+from crossover.selsync.gate import Gate
+from crossover.sync.sharing import Sharing
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,10 +40,14 @@ class Options:
     process_set: ProcessSet | None
     process_group: ProcessGroup | None
     schedule: Schedule
+    gate: Gate | None = None
+    sharing: Sharing | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
         check_options(self.op, self.backward_passes_per_step, self.gradient_predivide_factor, self.compression)
+        if self.gate is not None:
+            check_options_with_gate(self.gate, self.op, self.compression, self.schedule)
 
     def facts(self) -> dict[str, Any]:
         """What has to be equal on all ranks, for comparing and for messages."""
@@ -51,6 +60,8 @@ class Options:
             "schedule": type(self.schedule).__name__,
             "buckets": (buckets.cap_bytes, buckets.first_cap_bytes, buckets.num_groups, len(buckets.groups)),
             "sparse_as_dense": buckets.sparse_as_dense,
+            **({} if self.gate is None else self.gate.settings()),
+            **({} if self.sharing is None else self.sharing.facts()),
         }
 
 
@@ -84,8 +95,17 @@ def connect(optimizer: torch.optim.Optimizer, book: ParameterBook, options: Opti
         None if options.compression is Compression.none else options.compression,
         name,
     )
+    keep_freed_memory(parameter.tensor for parameter in parameters)
     options.schedule.attach(reduction, optimizer)
-    return Engine(book, reduction, options.schedule, options.buckets, options.backward_passes_per_step)
+    if options.gate is None:
+        exchange = Exchange(reduction, options.schedule, options.buckets)
+    else:
+        exchange = GatedExchange(reduction, options.schedule, options.buckets, options.gate, optimizer)
+    if options.sharing is not None:
+        local_rank = runtime.local_rank() if runtime.is_initialized() else 0
+        used = parameters[0].tensor.device
+        options.sharing.attach(used, communicator.rank, communicator.size, local_rank, communicator.backend)
+    return Engine(book, exchange, options.backward_passes_per_step, options.sharing)
 
 
 def _check_optimizer_with_peers(optimizer: torch.optim.Optimizer) -> None:
@@ -110,6 +130,22 @@ def check_options(op: int, passes: int, predivide: float, compression: object) -
         raise ValueError(
             f"compression: is {compression!r}; use crossover.Compression.none, .fp16 or .bf16, or a class with static "
             "compress(tensor) and decompress(tensor, ctx)"
+        )
+
+
+def check_options_with_gate(gate: Gate, op: int, compression: object, schedule: Schedule) -> None:
+    """Raise ``ValueError`` for an option that means nothing, or something else, with a gate."""
+    if op != Average:
+        raise ValueError("op: is Sum; a gate averages over ranks, use crossover.Average")
+    if gate.average == "parameters" and compression is not Compression.none:
+        raise ValueError(
+            "compression: makes gradients smaller, and this gate averages parameters; leave it at Compression.none, or "
+            "give the gate average='gradients'"
+        )
+    if not isinstance(schedule, Overlapped):
+        raise ValueError(
+            f"schedule: {type(schedule).__name__} shares every step, and the gate {type(gate).__name__} does not; use "
+            "the Overlapped schedule with a gate, or no gate"
         )
 
 

@@ -9,6 +9,11 @@ from crossover.comm.communicator import Communicator
 from crossover.reduction import Scaling
 
 
+def is_sparse(gradient: Tensor | None) -> bool:
+    """Whether it is a gradient that does not hold every element."""
+    return gradient is not None and gradient.layout is not torch.strided
+
+
 @torch.no_grad()
 def reduce_sparse(communicator: Communicator, parameter: Tensor, scaling: Scaling, *, joined: bool, name: str) -> None:
     """Replace ``parameter.grad`` by the sparse average (or sum) over all ranks.

@@ -149,7 +149,9 @@ def start() -> Log:
     _log = Log()
     assert runtime._job is not None
     context = runtime._job.context
-    runtime._job.context = replace(context, communicator=Recorder(context.communicator, _log))
+    communicator = context.communicator
+    inner = communicator.inner if isinstance(communicator, Recorder) else communicator
+    runtime._job.context = replace(context, communicator=Recorder(inner, _log))
     return _log
 
 

@@ -70,7 +70,15 @@ WRONG: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "a class of schedules": (lambda m: wrap(m, schedule=xo.schedulers.Priority), "schedule"),
     "no process group": (lambda m: wrap(m, process_group="everyone"), "process_group: is 'everyone'"),
     "no process set": (lambda m: wrap(m, process_set=[0, 1]), "process_set"),
-    "a gate": (lambda m: wrap(m, gate="selsync"), "gate"),
+    "unknown gate": (lambda m: wrap(m, gate="sometimes"), "gate: is 'sometimes'"),
+    "a gate of no delta": (lambda m: wrap(m, gate="selsync:much"), "gate: is 'selsync:much'"),
+    "a gate with Priority": (lambda m: wrap(m, gate="periodic:4", schedule="priority"), "Overlapped schedule"),
+    "a gate with sums": (lambda m: wrap(m, gate="periodic:4", op=xo.Sum), "op: is Sum"),
+    "a gate with compression": (
+        lambda m: wrap(m, gate="periodic:4", compression=xo.Compression.fp16),
+        "average='gradients'",
+    ),
+    "turns": (lambda m: wrap(m, sharing="turns"), "sharing"),
 }
 
 
@@ -123,6 +131,8 @@ def mismatched(name: str) -> None:
         "schedule": {"schedule": "priority" if odd else "overlapped"},
         "bucket size": {"bucket_cap_mb": 1 if odd else 2},
         "groups": {"groups": 2 if odd else 3},
+        "gate": {"gate": "selsync:0.3" if odd else None},
+        "threshold": {"gate": "selsync:0.3" if odd else "selsync:0.5"},
     }.get(name, {})
     if name == "dtype of no backend":
         model.extra = nn.Parameter(torch.zeros(2).to(torch.float8_e4m3fn))
@@ -141,6 +151,8 @@ MISMATCHES = {
     "schedule": ("RankMismatchError", r"schedule=Overlapped .*schedule=Priority"),
     "bucket size": ("RankMismatchError", r"buckets="),
     "groups": ("RankMismatchError", r"buckets="),
+    "gate": ("RankMismatchError", r"gate=SelSync"),
+    "threshold": ("RankMismatchError", r"delta=0.5 .*delta=0.3"),
     "dtype of no backend": ("ValueError", r"'extra'.*float8"),
 }
 
