@@ -63,11 +63,14 @@ class Cell:
         return f"{self.workload}, coverage rate {self.cr:g}, {self.hosts} hosts"
 
 
-def make_cells(site: Site, names: Sequence[str], crs: Sequence[float]) -> list[Cell]:
-    """Measure each workload's computing here and now, and make a cell of it for each coverage rate."""
+def make_cells(site: Site, names: Sequence[str], crs: Sequence[float], batch_size: int | None = None) -> list[Cell]:
+    """Measure each workload's computing here and now, and make a cell of it for each coverage rate.
+
+    The worker has to be told of another ``batch_size`` than the workload's own, as the task's ``"batch_size"``.
+    """
     cells = []
     for name in names:
-        compute = site.compute(workloads.get(name))
+        compute = site.compute(workloads.get(name, batch_size))
         say(f"{name}: computing {1e3 * compute.step_s:.1f} ms, {compute.gradient_bytes / 1e6:.2f} MB of gradients")
         cells += [Cell(name, cr, compute, site.hosts) for cr in crs]
     return cells
@@ -84,7 +87,7 @@ def work(text: str, measure: Measure) -> None:
     task = json.loads(text)
     torch.set_num_threads(1)
     xo.init()
-    workload = workloads.get(task["workload"], seed=task["seed"])
+    workload = workloads.get(task["workload"], task.get("batch_size"), task["seed"])
     workload.training_set()
     answers: dict[str, Any] = {}
     for name in task["systems"]:

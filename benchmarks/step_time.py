@@ -29,7 +29,7 @@ from benchmarks.workloads import Workload
 
 MODULE = "benchmarks.step_time"
 WINDOW = 4
-WARM_UP_STEPS = 6
+WARM_UP_STEPS = 9
 RUN_SECONDS = 2.0
 HEADER = ["system", "step, ms", "lowest to highest", "x DDP", "exposed, ms", "hidden"]
 

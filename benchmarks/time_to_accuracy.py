@@ -1,7 +1,7 @@
 """How long does each system take to the accuracy that DDP ends with?
 
     python -m benchmarks.time_to_accuracy [--cr 1,4] [--workloads resnet] [--systems ddp,crossover] [--hosts 2]
-                                          [--repeats 3] [--quick] [--save]
+                                          [--repeats 3] [--steps N] [--batch-size N] [--quick] [--save]
 
 Every system trains the workload's steps with the same schedule of learning rates, once for each seed (``--repeats``),
 all systems in turn within a seed. Accuracies are of rank 0's model on the test set, every ``--every`` steps. What is in
@@ -145,7 +145,10 @@ def section(outcome: Outcome, steps: int) -> str:
         return "\n\n".join([head, outcome.sentence, "No target without DDP.", *filter(None, tail)])
     target, made = rows(outcome, steps)
     seeds = len(outcome.systems[BASE].runs)
-    facts = f"{figures.facts(outcome)} {steps} steps, {seeds} seeds; target: accuracy {target:.4f}."
+    facts = (
+        f"{figures.facts(outcome)} {outcome.cell.compute.batch_size} examples a rank and step, {steps} steps, "
+        f"{seeds} seeds; target: accuracy {target:.4f}."
+    )
     return "\n\n".join([head, facts, notes.table(HEADER, made), *filter(None, tail)])
 
 
@@ -154,6 +157,7 @@ def options_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser = command.parser(__doc__ or "", ["resnet"], "1,4", 3)
     parser.add_argument("--hosts", type=int, default=2, help="how many (%(default)s)")
     parser.add_argument("--steps", type=int, help="steps of training (each workload's own; 40 with --quick)")
+    parser.add_argument("--batch-size", type=int, help="examples a rank and step (each workload's own)")
     parser.add_argument("--every", type=int, default=EVERY, help="steps between evaluations (%(default)s)")
     options = parser.parse_args(words)
     command.complete(parser, options, (["vgg"], [2.0]))
@@ -163,6 +167,8 @@ def options_of(words: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             f"--every: is {options.every}; it has to be a multiple of 4, the steps between local SGD's averages"
         )
+    if options.batch_size is not None and options.batch_size < 1:
+        parser.error(f"--batch-size: is {options.batch_size}; it has to be at least 1")
     options.systems = [name for name in options.systems if name != harness.CEILING]
     return options
 
@@ -183,8 +189,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
     def question() -> int:
         with site(options.hosts, options.emulated) as place:
-            cells = harness.make_cells(place, options.workloads, options.cr)
-            task = {"every": options.every, "tune": not options.quick}
+            cells = harness.make_cells(place, options.workloads, options.cr, options.batch_size)
+            task = {"every": options.every, "tune": not options.quick, "batch_size": options.batch_size}
             steps = partial(steps_for, options)
             outcomes = harness.in_turn(place, MODULE, cells, options.systems, options.repeats, steps, task)
         sections = [section(outcome, steps(outcome.cell)) for outcome in outcomes]

@@ -8,12 +8,14 @@ from typing import Any
 from torch import nn
 
 import crossover as xo
+from crossover.deft import DeFT
 from crossover.schedulers import Overlapped, Priority, Schedule
+from crossover.selsync import Gate, Periodic, SelSync
 
 from ..workloads import Workload
 from . import horovod
 from .system import MakeOptimizer, Settings, System, Training
-from .torch_ddp import bucket_sizes
+from .torch_ddp import AVERAGING_PERIOD, bucket_sizes
 
 SMALLEST_PIECE = 64 * 1024
 FUSE_BYTES = 262_144
@@ -74,8 +76,55 @@ def priority(
     return _prepared(model, make_optimizer, workload, Priority(**sizes), {}, dict(sizes))
 
 
+def deft(model: nn.Module, make_optimizer: MakeOptimizer, workload: Workload, horizon: int) -> Training:
+    """DeFT, measured in its last synchronous steps: 25, or an eighth of a shorter training."""
+    warmup = min(25, max(8, horizon // 8))
+    schedule = DeFT(warmup_steps=warmup, profile_steps=max(5, warmup // 2), ramp_updates=warmup)
+    facts: dict[str, Any] = {"warmup": warmup}
+    training = _prepared(model, make_optimizer, workload, schedule, {}, facts)
+
+    def finish() -> None:
+        facts["decision"] = str(schedule.decisions[-1]) if schedule.decisions else "none"
+        training.finish()
+
+    return Training(model, training.optimizer, training.scheduled, workload.loss, finish, facts)
+
+
+def _gated(model: nn.Module, make_optimizer: MakeOptimizer, workload: Workload, gate: Gate, **facts: Any) -> Training:
+    """With local steps; evaluations see the average of all ranks' parameters."""
+    xo.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = xo.DistributedOptimizer(make_optimizer(model.parameters()), model.named_parameters(), gate=gate)
+
+    def finish() -> None:
+        optimizer.flush()
+        facts["lssr"] = round(gate.lssr, 3)
+
+    return Training(model, optimizer, optimizer, workload.loss, finish, facts)
+
+
+def selsync(
+    model: nn.Module, make_optimizer: MakeOptimizer, workload: Workload, horizon: int, delta: float = 0.3
+) -> Training:
+    """SelSync with the paper's delta and its 25 steps of warm-up, or an eighth of a shorter training."""
+    warmup = min(25, max(2, horizon // 8))
+    gate = SelSync(delta, warmup_steps=warmup, buffers=model)
+    return _gated(model, make_optimizer, workload, gate, delta=delta, warmup=warmup)
+
+
+def periodic(
+    model: nn.Module, make_optimizer: MakeOptimizer, workload: Workload, horizon: int, every: int = AVERAGING_PERIOD
+) -> Training:
+    """Local SGD with the period of post-local SGD here, and a tenth of training as warm-up instead of half."""
+    warmup = horizon // 10
+    gate = Periodic(every, warmup, buffers=model)
+    return _gated(model, make_optimizer, workload, gate, every=every, warmup=warmup)
+
+
 SYSTEMS = (
     System("crossover", "Crossover, Overlapped", overlapped, candidates=bucket_sizes, emulated=True),
+    System("crossover_selsync", "Crossover, SelSync", selsync, exact=False, emulated=True),
+    System("crossover_periodic", "Crossover, local SGD", periodic, exact=False, emulated=True),
+    System("crossover_deft", "Crossover, DeFT", deft, exact=False, emulated=True),
     System("crossover_priority", "ByteScheduler (our Priority)", priority, candidates=piece_sizes, emulated=True),
     System(
         "crossover_horovod",

@@ -1,0 +1,191 @@
+"""What does a local step of SelSync cost? Significance and vote, and the whole step beside the bare optimizer's.
+
+    python -m benchmarks.selsync_cost [--workloads mlp resnet] [--quick] [--save]
+
+Two ranks on loopback, one a core. The same step, without any sharing, with the bare optimizer, with local SGD (neither
+statistic nor vote), with votes alone, and with SelSync, whose threshold is so high that no step is shared. They take
+turns in blocks of steps, so that drift of the machine meets all alike; a ratio is the median over pairs of neighbouring
+blocks. What SelSync does in a step is timed by itself too, as it is less than the noise of whole steps: reading
+gradients as they arrive, the rest of the statistic and starting the vote, and the wait for it after the optimizer's
+step, which holds the other rank's delay as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import crossover as xo
+from benchmarks import loopback, notes, workloads
+from crossover.selsync import Gate, LocalGradients, Periodic, SelSync
+from crossover.selsync.local_gradients import Observation
+from crossover.selsync.synchronizer import Synchronizer
+
+PARTS = {
+    "gradients read": (Observation, "arrived"),
+    "statistic, vote started": (Synchronizer, "backward_ended"),
+    "vote awaited": (Synchronizer, "stepped"),
+}
+
+
+class Votes(Gate):
+    """Asks every step, and never wants to share."""
+
+    reads_norm = False
+
+    def opinion(self, gradients: LocalGradients) -> bool:
+        """No."""
+        return False
+
+
+SYSTEMS: dict[str, Callable[[], Gate | None]] = {
+    "bare": lambda: None,
+    "local SGD": lambda: Periodic(1_000_000),
+    "votes": Votes,
+    "SelSync": lambda: SelSync(1e9, warmup_steps=0, lr_drop=None),
+}
+
+
+class Stopwatch:
+    """Seconds spent in each of :data:`PARTS` since :meth:`take` was last called."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        for name, (owner, method) in PARTS.items():
+            setattr(owner, method, self._timed(name, getattr(owner, method)))
+
+    def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[name] += time.perf_counter() - begin
+
+        return call
+
+    def take(self) -> list[float]:
+        """In the order of :data:`PARTS`."""
+        seconds = list(self.seconds.values())
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        return seconds
+
+
+def stepper(workload: workloads.Workload, system: str) -> Callable[[], None]:
+    """One step on the same batch again and again."""
+    model = workload.model()
+    optimizer: Any = workload.optimizer(model.parameters(), scale=1e-6)
+    gate = SYSTEMS[system]()
+    if gate is not None:
+        optimizer = xo.DistributedOptimizer(optimizer, model.named_parameters(), gate=gate)
+    inputs, targets = workload.batch(xo.rank(), 0, xo.size())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.autograd.backward(workload.loss(model(inputs), targets))
+        optimizer.step()
+
+    return step
+
+
+def measure(name: str, blocks: int, steps: int) -> dict[str, Any]:
+    """Median step time in seconds of each block, by system, and the parts of each step of SelSync."""
+    workload = workloads.get(name)
+    steps_of = {system: stepper(workload, system) for system in SYSTEMS}
+    for step in steps_of.values():
+        for _ in range(3):
+            step()
+    times: dict[str, list[float]] = {system: [] for system in SYSTEMS}
+    parts: list[list[float]] = []
+    watch = Stopwatch()
+    for block in range(blocks):
+        for system in SYSTEMS if block % 2 == 0 else reversed(SYSTEMS):
+            durations = []
+            for number in range(steps + 1):
+                watch.take()
+                begin = time.perf_counter()
+                steps_of[system]()
+                if number:  # the first step of a block finds the other system's data in the caches
+                    durations.append(time.perf_counter() - begin)
+                    parts += [watch.take()] if system == "SelSync" else []
+            times[system].append(statistics.median(durations))
+            xo.barrier()
+    return {"times": times, "parts": parts}
+
+
+def worker(arguments: argparse.Namespace) -> None:
+    """One rank."""
+    xo.init()
+    loopback.report({name: measure(name, arguments.blocks, arguments.steps) for name in arguments.workloads})
+    xo.shutdown()
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Median over pairs of neighbouring blocks."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def rows_of(measured: dict[str, dict[str, Any]]) -> tuple[list[list[str]], list[list[str]]]:
+    """Whole steps, and the parts of SelSync's."""
+    whole, parts = [], []
+    for workload, found in measured.items():
+        bare = found["times"]["bare"]
+        for system, times in found["times"].items():
+            middle = f"{1e3 * statistics.median(times):.2f}"
+            whole.append([f"{workload}: {system}", middle, f"{ratio(times, bare):.4f}"])
+        step_s = statistics.median(bare)
+        medians = [statistics.median(column) for column in zip(*found["parts"], strict=True)]
+        for part, seconds in zip([*PARTS, "together"], [*medians, sum(medians)], strict=True):
+            parts.append([f"{workload}: {part}", f"{1e3 * seconds:.3f}", f"{100 * seconds / step_s:.2f} %"])
+    return whole, parts
+
+
+def collect(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What rank 0 measured, runs in fresh processes put together."""
+    merged: dict[str, dict[str, Any]] = {}
+    options = ["--worker", "--blocks", str(arguments.blocks), "--steps", str(arguments.steps)]
+    for _ in range(arguments.repeats):
+        command = [*options, "--workloads", *arguments.workloads]
+        first, *_ = loopback.run("benchmarks.selsync_cost", command, 2, "torch")
+        for name, found in first.items():
+            into = merged.setdefault(name, {"times": {system: [] for system in SYSTEMS}, "parts": []})
+            into["parts"] += found["parts"]
+            for system, times in found["times"].items():
+                into["times"][system] += times
+    return merged
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--workloads", nargs="+", default=["mlp"], help="(%(default)s)")
+    parser.add_argument("--blocks", type=int, default=10, help="blocks of steps for each system in one run")
+    parser.add_argument("--steps", type=int, default=8, help="steps in a block")
+    parser.add_argument("--repeats", type=int, default=2, help="fresh processes")
+    parser.add_argument("--quick", action="store_true", help="a look: few blocks, one run")
+    parser.add_argument("--save", action="store_true", help="leave a dated note in benchmarks/results/")
+    arguments = parser.parse_args(words)
+    if arguments.worker:
+        worker(arguments)
+        return
+    if arguments.quick:
+        arguments.blocks, arguments.steps, arguments.repeats = 4, 3, 1
+    measured = collect(arguments)
+    whole, parts = rows_of(measured)
+    tables = [
+        notes.table(["workload: system", "step, ms", "x bare"], whole),
+        notes.table(["workload: part of SelSync's local step", "ms", "of the bare step"], parts),
+    ]
+    print("\n\n".join(tables))
+    if arguments.save:
+        print(notes.save("selsync-cost", "Cost of a local step of SelSync, 2 ranks on loopback", tables, measured))
+
+
+if __name__ == "__main__":
+    main()
