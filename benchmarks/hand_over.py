@@ -3,8 +3,10 @@
     python -m benchmarks.hand_over [--turns 2000] [--kills 20] [--save]
 
 Two processes share one CPU slot through a real arbiter; moments are of the clock that all processes of a machine
-share. A hand-over lasts from the holder's giving back to the other's going on. After a death the partner waits for the
-kernel to tell the arbiter, though a forked child of the dead process, such as a DataLoader's worker, lives on.
+share. A hand-over lasts from the holder's giving back to the other's going on: with jobs that are pinned to one core
+and compute, as a slot's jobs do, and with jobs that may run anywhere and sleep while the device computes, as a GPU's
+do; there each wake-up of an idle core counts, which takes long on virtual machines. After a death the partner waits
+for the kernel to tell the arbiter, though a forked child of the dead process, such as a DataLoader's worker, lives on.
 """
 
 from __future__ import annotations
@@ -38,23 +40,29 @@ def _turn(directory: Path, job: str) -> Turn:
     return Turn(Place(directory, "benchmark", "slot"), CpuSlot("slot"), Hello(job=job))
 
 
-def _take_turns(directory: Path, job: str, turns: int, answer: Connection) -> None:
+def _take_turns(directory: Path, job: str, turns: int, pinned: bool, answer: Connection) -> None:
+    if pinned:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     turn, stamps = _turn(directory, job), []
     for _ in range(turns):
         turn.take()
         taken = time.monotonic_ns()
-        time.sleep(TURN_S)
+        if pinned:
+            while time.monotonic_ns() < taken + TURN_S * 1e9:
+                pass
+        else:
+            time.sleep(TURN_S)
         stamps.append((taken, time.monotonic_ns()))
         turn.rest()
     turn.close()
     answer.send(stamps)
 
 
-def hand_overs(directory: Path, turns: int) -> list[float]:
+def hand_overs(directory: Path, turns: int, pinned: bool) -> list[float]:
     """Seconds from giving back to going on, where the other job was waiting."""
     pipes = [_context.Pipe(duplex=False) for _ in range(2)]
     jobs = [
-        _context.Process(target=_take_turns, args=(directory, job, turns, answer))
+        _context.Process(target=_take_turns, args=(directory, job, turns, pinned, answer))
         for job, (_, answer) in zip("ab", pipes, strict=True)
     ]
     for job in jobs:
@@ -129,8 +137,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--save", action="store_true", help="leave a dated note in benchmarks/results/")
     options = parser.parse_args(words)
     with tempfile.TemporaryDirectory(prefix="xo-") as folder:
+        for name in ("pinned", "idle"):  # an arbiter runs where the job that started it may
+            Path(folder, name).mkdir(mode=0o700)
         measured: dict[str, Any] = {
-            "hand-over between two jobs": hand_overs(Path(folder), options.turns),
+            "hand-over, jobs pinned to one core": hand_overs(Path(folder, "pinned"), options.turns, True),
+            "hand-over, jobs on idle cores": hand_overs(Path(folder, "idle"), options.turns, False),
             "partner goes on after SIGKILL of the holder": [after_a_death(Path(folder)) for _ in range(options.kills)],
             "calls of a step, alone": [alone(Path(folder), 10_000) for _ in range(5)],
         }

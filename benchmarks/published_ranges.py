@@ -80,9 +80,9 @@ def deft(out: Path) -> Iterator[str]:
     low, high = (f"{value:.0%}" for value in PUBLISHED_DEFT)
     yield (
         f"Published: {low} to {high} over US-Byte and ByteScheduler on 16 A100 with three benchmarks; batch sizes, "
-        f"nodes and network could not be read. Simulated, both gains lie in that range at coverage rates of "
-        f"{min(inside):.2f} to {max(inside):.2f}; on one network of 10 Gbit/s there are batches for which they do with "
-        f"{', '.join(models)}. Outside of it the simulation gives less, or more, for one reason: a scheduler that "
+        f"nodes and network could not be read. Simulated, both gains lie in that range only between coverage rates of "
+        f"{min(inside):.2f} and {max(inside):.2f}; on one network of 10 Gbit/s there are batches for which they do "
+        f"with {', '.join(models)}. Outside of it the simulation gives less, or more, for one reason: a scheduler that "
         "stays synchronous needs at least the longer of computing and all-reduce, and DeFT's step is computing alone, "
         "so its gain is about the coverage rate less 1 above 1, and little below, more where the gradients that are "
         "ready last are large (GPT-2's shared embedding). The range is therefore one of networks and batches, not of "

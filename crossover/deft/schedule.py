@@ -185,6 +185,7 @@ class DeFT(DelayedSchedule):
 
     def _begin(self, step: StepPlan, first_bucket: int = 0) -> None:
         """Take up a step."""
+        self._began = True
         self._step = step
         self._sender = Sender(self.generations, self._scout.links)
         self._sender.timed = self._survey is not None and self._survey.timer.running

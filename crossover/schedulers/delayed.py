@@ -170,7 +170,7 @@ class DelayedSchedule(Schedule):
         for bucket in self.buckets[first:]:
             self.reduction.rescale(bucket)
             bucket.scatter()
-        self._due = self._due or Generation(1, new.scale)
+        self._due = self._due or Generation(new.number, 1, new.scale)
         return self._due
 
     @torch.no_grad()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import threading
 import time
 from dataclasses import replace
@@ -42,6 +41,7 @@ class Agent:
         if threading.current_thread() is not self._thread:
             self._thread.join(START_S + ANSWER_S)  # it may be looking for an arbiter
         if not self._thread.is_alive():
+            self._holding.attention.close()
             os.close(self._holding.bell)
 
     @property
@@ -54,39 +54,28 @@ class Agent:
         while not self._closed:
             with holding.lock:
                 lost = holding.link is None and not self._refused
-                poll, timeout = self._poll()
-            poll.poll(retry_s * 1000 if lost else timeout)
+                ends = self._rest_ends()
+            if lost:
+                timeout: float | None = retry_s
+            else:
+                timeout = None if ends is None else max(ends - time.monotonic(), 0.0)
+            holding.attention.poll(timeout)
             holding.quiet()
             if not lost:
                 self._mind()
             elif not self._closed:
                 retry_s = FIRST_RETRY_S if self._dial() else min(2 * retry_s, LONGEST_RETRY_S)
 
-    def _listens(self) -> bool:
-        """Whether messages are the agent's. They are the job's own while it asks, and can wait after a recall."""
-        holding = self._holding
-        return bool(holding.link and holding.epoch and not holding.recalled and holding.phase is not Phase.ASKING)
-
     def _rest_ends(self) -> float | None:
         """When a rest is over that others wait for the end of."""
         holding = self._holding
         return holding.rest_until if holding.phase is Phase.RESTING and holding.recalled else None
 
-    def _poll(self) -> tuple[select.poll, float | None]:
-        """What to wait for, and at most how many milliseconds."""
-        poll = select.poll()
-        poll.register(self._holding.bell, select.POLLIN)
-        if self._listens():
-            assert self._holding.link is not None
-            poll.register(self._holding.link, select.POLLIN)
-        ends = self._rest_ends()
-        return poll, None if ends is None else max(ends - time.monotonic(), 0.0) * 1000
-
     def _mind(self) -> None:
         """Look at messages and at the time, and give the turn back if it is due."""
         holding = self._holding
         with holding.lock:
-            if self._listens():
+            if holding.listening:
                 holding.hear()
             ends = self._rest_ends()
             if ends is not None and time.monotonic() >= ends:

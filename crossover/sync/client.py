@@ -119,7 +119,7 @@ class Turn:
         holding = self._holding
         with self._lock:
             if holding.phase is Phase.COMPUTING and not holding.epoch:
-                holding.phase = Phase.AWAY
+                holding.stop_alone()
             elif holding.phase is Phase.COMPUTING or (holding.phase is Phase.RESTING and not until_s):
                 holding.lay_down(until_s)
 
@@ -203,6 +203,7 @@ class Turn:
         """
         self.inert = True
         with contextlib.suppress(OSError):
+            self._holding.attention.close()
             os.close(self._holding.bell)
         if self._holding.link is not None:
             self._holding.link.close()

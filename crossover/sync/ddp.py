@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from crossover.sync.loops import turns_of_process
 
 _log = logging.getLogger("crossover.sync")
-CommHook = Callable[[Any, "dist.GradBucket"], Future[Tensor]]
+CommHook = Callable[[Any, GradBucket], Future[Tensor]]
 
 
 def share_ddp(model: DistributedDataParallel, hook: CommHook | None = None, state: object = None) -> None:
@@ -49,7 +49,7 @@ def share_ddp(model: DistributedDataParallel, hook: CommHook | None = None, stat
             "the turn is held; pass broadcast_buffers=False if the model allows it"
         )
 
-    def reduce(_: object, bucket: dist.GradBucket) -> Future[Tensor]:
+    def reduce(_: object, bucket: GradBucket) -> Future[Tensor]:
         if bucket.is_last():
             for turn in turns_of_process():
                 turn.rest()

@@ -128,8 +128,8 @@ def _judge(
             else (f"they wait for the network for only {exposed:.1%} of their computing time")
         )
         return False, f"does not pay: {what}, so at most {gain - 1:.1%} more gets done; run them one after the other"
-    what = {
+    limits = {
         "device": "the device is then busy all the time, and a further job adds nothing",
         "network": "the link limits",
     }
-    return True, f"pays: {gain - 1:.0%} more gets done; {what.get(limit, f'the step of {limit} limits')}"
+    return True, f"pays: {gain - 1:.0%} more gets done; {limits.get(limit, f'the step of {limit} limits')}"

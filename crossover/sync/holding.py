@@ -6,6 +6,7 @@ import contextlib
 import enum
 import logging
 import os
+import select
 import threading
 import time
 from dataclasses import dataclass
@@ -68,7 +69,9 @@ class Holding:
         pausing: whether the job will not ask again soon.
         left: the end of what the device was given in this turn.
         link: to the arbiter, ``None`` where there is none.
-        bell: an eventfd on which the agent sleeps.
+        bell: an eventfd that wakes the agent.
+        attention: what the agent sleeps on: the bell, and the link while messages are the agent's.
+        listening: whether they are. They are the job's own while it asks, and can wait after a recall.
     """
 
     def __init__(self, place: Place, device: Device, hello: Hello) -> None:
@@ -83,8 +86,13 @@ class Holding:
         self.rest_until: float | None = None
         self.pausing = False
         self.began = 0.0
+        self._used_s = 0.0  # computed since the job last came from waiting for other ranks
+        self._lap_began = 0.0
         self.link: Link | None = None
         self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.listening = False
+        self.attention = select.epoll()
+        self.attention.register(self.bell, select.EPOLLIN)
         self.left: Marker = device.mark()
         self._own_work: Marker = self.left  # what was computed before the last wait for other ranks
         self._resumed: Marker = self.left  # the end of that wait
@@ -94,29 +102,44 @@ class Holding:
 
     def compute_alone(self) -> None:
         """Compute without a turn: there is no arbiter."""
-        self.phase = Phase.COMPUTING
-        self.began = time.monotonic()
+        self._begin()
         self.tally.alone += 1
+
+    def stop_alone(self) -> None:
+        """Nothing more is launched without a turn."""
+        self._end_lap()
+        self.phase = Phase.AWAY
 
     def resume(self) -> None:
         """Go on with the turn that was kept."""
         if self.rest_until is None:  # it rested to wait for other ranks, and the device may still do so
             self._resumed = self.device.mark()
-            self.began = time.monotonic()
+            self._begin()
         self.phase = Phase.COMPUTING
+        self._lap_began = time.monotonic()
         self.rest_until = None
         self.pausing = False
 
+    def _begin(self) -> None:
+        """Begin to compute, after a wait for other ranks or for the turn."""
+        self.phase = Phase.COMPUTING
+        self.began = self._lap_began = time.monotonic()
+        self._used_s = 0.0
+
+    def _end_lap(self) -> None:
+        lap = time.monotonic() - self._lap_began
+        self._used_s += lap
+        self.tally.computed_s += lap
+
     def lay_down(self, until_s: float) -> None:
         """Nothing more is launched in this turn: keep it while nobody wants it, and for ``until_s`` in any case."""
-        now = time.monotonic()
         if self.phase is Phase.COMPUTING:
             self.left = self.device.mark()
-            self.tally.computed_s += now - self.began
+            self._end_lap()
         if not until_s:
             self._own_work = self.left
         self.phase = Phase.RESTING
-        self.rest_until = now + until_s if until_s else None
+        self.rest_until = time.monotonic() + until_s if until_s else None
         if not self.recalled:
             return
         if until_s:
@@ -129,12 +152,14 @@ class Holding:
 
     def hand_over(self, again: bool = False) -> None:
         """Give the turn back; with ``again``, ask for the next one in the same message."""
-        used = max(time.monotonic() - self.began, 0.0)
+        if self.phase is Phase.COMPUTING:
+            self._end_lap()
         if self.pausing and not again:
             self.send(Pause())
         else:
             self._serial += again
-            self.send(Release(self._serial, self.epoch, int(again), used))
+            self.send(Release(self._serial, self.epoch, int(again), self._used_s))
+        self._listen(False)
         self.tally.turns += 1
         self.phase = Phase.AWAY
         self.epoch = 0
@@ -188,6 +213,7 @@ class Holding:
 
     def drop_link(self) -> None:
         """Be without an arbiter."""
+        self._listen(False)
         link, self.link = self.link, None
         if link is not None:
             link.close()
@@ -215,17 +241,16 @@ class Holding:
             self.send(Release(0, grant.epoch))
             return
         # One step with taking the message: a turn that is granted and recalled at once must not look like a rest.
-        self.phase = Phase.COMPUTING
+        self._begin()
         self.epoch = grant.epoch
         self.recalled = bool(grant.wanted)
-        self.began = time.monotonic()
         self._resumed = self.device.mark()
         self.rest_until = None
-        if not grant.wanted:
-            self.ring()
+        self._listen(not grant.wanted)
 
     def _recalled(self) -> None:
         self.recalled = True
+        self._listen(False)
         if not self._resumed.passed():
             # The host has gone ahead, and the device still waits for other ranks: no turn is kept during that, so it
             # goes back now. What the device was given since runs beside the next holder's work, once.
@@ -234,7 +259,16 @@ class Holding:
         elif self.phase is Phase.RESTING and self.rest_until is None:
             self.phase = Phase.LEAVING
 
-    # -- the agent's bell --------------------------------------------------------------------------------------------
+    # -- the agent ---------------------------------------------------------------------------------------------------
+
+    def _listen(self, wanted: bool) -> None:
+        """Have the agent sleep on the link too, or no longer; this does not wake it."""
+        if wanted != self.listening and self.link is not None:
+            if wanted:
+                self.attention.register(self.link, select.EPOLLIN)
+            else:
+                self.attention.unregister(self.link)
+            self.listening = wanted
 
     def ring(self) -> None:
         """Have the agent look at the state anew."""

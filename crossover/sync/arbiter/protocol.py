@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -114,12 +115,13 @@ def _decode_body(kind: type[_AnyMessage], datagram: bytes, serial: int, epoch: i
     words = datagram[end:]
     if len(datagram) < end or len(words) > kind.longest:
         raise ProtocolError(f"{len(datagram)} bytes are no {kind.__name__.lower()}")
+    make: Callable[..., _AnyMessage] = kind
     values = kind.layout.unpack_from(datagram, _HEADER.size)
     if kind.text is None:
-        message = kind(serial, epoch, *values)
+        message = make(serial, epoch, *values)
     else:
         try:
-            message = kind(serial, epoch, *values, words.decode())  # text is each kind's last field
+            message = make(serial, epoch, *values, words.decode())  # text is each kind's last field
         except UnicodeDecodeError as error:
             raise ProtocolError(f"{kind.text}: is no UTF-8") from error
     if isinstance(message, Hello):
