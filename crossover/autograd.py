@@ -23,7 +23,7 @@ def hook_gradient(parameter: Tensor, hook: Callable[[Tensor], None]) -> Removabl
     frozen = not parameter.requires_grad
     if frozen:  # since it was wrapped; torch refuses hooks then, but keeps those there are for when it is trained
         parameter.requires_grad_(True)
-    handle = parameter.register_post_accumulate_grad_hook(hook)
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
     if frozen:
         parameter.requires_grad_(False)
     return handle

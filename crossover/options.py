@@ -60,7 +60,8 @@ class Options:
             "schedule": type(self.schedule).__name__,
             "buckets": (buckets.cap_bytes, buckets.first_cap_bytes, buckets.num_groups, len(buckets.groups)),
             "sparse_as_dense": buckets.sparse_as_dense,
-            **({} if self.gate is None else self.gate.settings()),
+            "gate": "none" if self.gate is None else type(self.gate).__name__,
+            **({} if self.gate is None else {f"gate.{key}": value for key, value in self.gate.settings().items()}),
             **({} if self.sharing is None else self.sharing.facts()),
         }
 

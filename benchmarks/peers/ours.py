@@ -121,7 +121,7 @@ def periodic(
 
 
 SYSTEMS = (
-    System("crossover", "Crossover, Overlapped", overlapped, candidates=bucket_sizes, emulated=True),
+    System("crossover", "Crossover, Overlapped", overlapped, tuned_as="ddp", emulated=True),
     System("crossover_selsync", "Crossover, SelSync", selsync, exact=False, emulated=True),
     System("crossover_periodic", "Crossover, local SGD", periodic, exact=False, emulated=True),
     System("crossover_deft", "Crossover, DeFT", deft, exact=False, emulated=True),

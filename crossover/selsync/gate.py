@@ -122,7 +122,6 @@ class Gate(ABC):
     def settings(self) -> dict[str, Any]:
         """What has to be equal on all ranks, for comparing and for messages. A gate with more settings adds them."""
         return {
-            "gate": type(self).__name__,
             "average": self.average,
             "optimizer_state": self.optimizer_state,
             "buffers": [(tuple(buffer.shape), str(buffer.dtype)) for buffer in self.buffers],
