@@ -33,7 +33,17 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-_PRELOADED = ["torch", "torch.distributed", "numpy", "pytest", "horovod.torch", "crossover.runtime", "crossover"]
+# torch._dynamo because each process imports it, in seconds, when it makes its first optimizer
+_PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "numpy",
+    "pytest",
+    "horovod.torch",
+    "crossover.runtime",
+    "crossover",
+]
 _LAUNCHER_PREFIXES = ("HOROVOD_", "CROSSOVER_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 _LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
