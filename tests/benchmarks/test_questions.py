@@ -74,7 +74,8 @@ def test_systems_take_turns_in_alternating_order_and_keep_their_choice() -> None
     assert orders == forth + back
     assert [task["seed"] for _, task in site.jobs] == [0, 0, 1, 1]
     assert site.jobs[0][1]["choices"] == {}
-    assert site.jobs[-1][1]["choices"] == {name: {"x": 1} for name in ("ddp", "crossover", "horovod")}
+    # crossover takes DDP's
+    assert site.jobs[-1][1]["choices"] == {name: {"x": 1} for name in ("ddp", "horovod")}
     assert len(outcome.systems["crossover"].runs) == 2
     assert outcome.systems["ddp_bf16"].reason == "no CUDA"
     assert not outcome.systems["ddp_bf16"].ran
