@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 
 import pytest
 import torch
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell, and inherited by all ranks
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "horovod: needs Horovod; skipped where horovod.torch cannot be imported")
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped where there is none")
 
