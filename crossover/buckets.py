@@ -212,7 +212,7 @@ class Bucket:
         From here on ``p.grad`` is the view, so that the memory of a gradient produced elsewhere is free at once.
         """
         before, self.missing = self.missing, []
-        if not (self._joinable and self._join_all(scale)):
+        if self.taken or not (self._joinable and self._join_all(scale)):  # what was taken has been scaled
             self._bring(scale)
         if self.adds:
             self._count_again(before)

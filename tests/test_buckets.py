@@ -94,6 +94,20 @@ def test_a_gradient_that_lives_in_the_bucket_is_not_copied():
     assert bucket.slots[1].parameter.grad.tolist() == [0.5] * 4
 
 
+@pytest.mark.parametrize("taken", [(), (0,), (0, 2)])
+def test_each_gradient_is_scaled_once_in_a_bucket_of_many_small_and_a_few_large(taken):
+    tensors = [torch.rand(100, 100) if place in (0, 2) else torch.rand(10) for place in range(12)]
+    bucket = bucket_of(*tensors)
+    for slot in bucket.slots:
+        slot.parameter.grad = slot.parameter.detach().clone()
+    for place in taken:
+        bucket.take(place, 0.5)
+    bucket.gather(0.5)
+    bucket.scatter()
+    for slot in bucket.slots:
+        assert torch.equal(slot.parameter.grad, slot.parameter.detach() / 2)
+
+
 def test_missing_gradient_counts_as_zero_and_stays_none_where_no_rank_has_one():
     bucket = bucket_of(torch.randn(3), torch.randn(4))
     bucket.buffer.fill_(9.0)
