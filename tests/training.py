@@ -15,10 +15,10 @@ import crossover as xo
 BATCH = 6
 
 
-def make_model(seed: int = 0) -> nn.Module:
+def make_model(seed: int = 0, width: int = 40) -> nn.Module:
     """A float64 network whose parameters differ in size and shape."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(7, 40), nn.Tanh(), nn.Linear(40, 30), nn.GELU(), nn.Linear(30, 3)).double()
+    return nn.Sequential(nn.Linear(7, width), nn.Tanh(), nn.Linear(width, 30), nn.GELU(), nn.Linear(30, 3)).double()
 
 
 def batch(rank: int, step: int, part: int = 0) -> tuple[Tensor, Tensor]:
@@ -55,6 +55,7 @@ class Recipe:
     passes: int = 1
     decay: bool = False
     set_to_none: bool = True
+    width: int = 40
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -67,6 +68,7 @@ RECIPES = {
     "scheduler": Recipe(adam, decay=True),
     "all of it": Recipe(adamw_three_groups, clip=0.5, passes=3, decay=True),
     "zeroed in place": Recipe(set_to_none=False),
+    "a tensor copied by itself among small ones": Recipe(width=150),
 }
 
 
@@ -94,7 +96,7 @@ def _scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer) -> Any:
 
 def alone(recipe: Recipe, ranks: list[int], steps: int) -> Tensor:
     """Parameters after one process trained on the batches of all ``ranks`` joined."""
-    model = make_model()
+    model = make_model(width=recipe.width)
     optimizer = recipe.optimizer(model)
     scheduler = _scheduler(recipe, optimizer)
     for step in range(steps):
@@ -107,7 +109,7 @@ def alone(recipe: Recipe, ranks: list[int], steps: int) -> Tensor:
 
 def with_ddp(recipe: Recipe, steps: int) -> Tensor:
     """Parameters after training under DistributedDataParallel."""
-    model = make_model()
+    model = make_model(width=recipe.width)
     wrapped = DistributedDataParallel(model)
     optimizer = recipe.optimizer(model)
     scheduler = _scheduler(recipe, optimizer)
@@ -125,7 +127,7 @@ def with_ddp(recipe: Recipe, steps: int) -> Tensor:
 
 def with_crossover(recipe: Recipe, steps: int) -> Tensor:
     """Parameters after training with the library."""
-    model = make_model()
+    model = make_model(width=recipe.width)
     optimizer = xo.DistributedOptimizer(
         recipe.optimizer(model),
         named_parameters=model.named_parameters(),
