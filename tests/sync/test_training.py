@@ -55,6 +55,17 @@ def test_the_same_bits_with_turns_and_without(run_dir: Path, passes: int, option
     assert len(turns) >= STEPS
 
 
+@pytest.mark.parametrize(
+    "options", [{"gate": "periodic:3"}, {"gate": "selsync:0.3"}, {"schedule": "fifo_delayed"}], ids=str
+)
+def test_the_same_bits_with_another_method_and_turns(run_dir: Path, options: dict[str, Any]) -> None:
+    without = run_ranks(job_alone, 2, STEPS, options)
+    with rivals(run_dir, "cpu0", "cpu1"):
+        shared = run_ranks(job_alone, 2, STEPS, options, env=shared_env(run_dir))
+    assert [bits for bits, _ in shared] == [bits for bits, _ in without]
+    assert all(tally.turns >= STEPS // 2 and not tally.alone for _, tally in shared)
+
+
 @pytest.mark.horovod
 def test_the_same_bits_through_horovod(run_dir: Path) -> None:
     without = run_ranks(job_alone, 2, STEPS, {}, launcher="horovod")
