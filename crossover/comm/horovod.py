@@ -7,8 +7,8 @@ are made unique, other dtypes are carried as ones that it knows, waits sleep, an
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import horovod.torch as hvd
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from crossover.comm.board import Board
 from crossover.comm.communicator import Communicator, ReduceOp, Work
+from crossover.comm.horovod_work import Chained, HorovodWork
 from crossover.comm.vigil import Vigil, profiler_span
-from crossover.comm.waiting import waiting
 from crossover.errors import CommunicationError
 
 _OPS = {ReduceOp.SUM: hvd.Sum, ReduceOp.MAX: hvd.Max, ReduceOp.MIN: hvd.Min, ReduceOp.PRODUCT: hvd.Product}
@@ -32,65 +32,7 @@ _REDUCED_AS = {
     torch.int8: torch.int32,
     torch.int16: torch.int32,
 }
-_SHORTEST_SLEEP = 50e-6
-_LONGEST_SLEEP = 1e-3
 _sets: dict[tuple[int, ...], hvd.ProcessSet] = {}
-
-
-class HorovodWork(Work):
-    """A Horovod handle, and what remains to be done with its result."""
-
-    __slots__ = ("_communicator", "_finish", "_handle", "_sleep", "_wire_name", "name")
-
-    def __init__(
-        self,
-        communicator: HorovodCommunicator,
-        name: str,
-        wire_name: str,
-        handle: int,
-        finish: Callable[[Any], object] | None,
-    ) -> None:
-        self._communicator = communicator
-        self._wire_name = wire_name
-        self._handle: int | None = handle
-        self._finish = finish
-        self._sleep = _SHORTEST_SLEEP
-        self.name = name
-
-    def wait(self) -> None:
-        """See :meth:`Work.wait`. Sleeps between looks: Horovod's own wait takes a whole core from what it waits for."""
-        if self._handle is None:
-            return
-        started = time.monotonic()
-        try:
-            if not hvd.poll(self._handle):
-                with waiting():
-                    self._communicator.vigil.wait(self.name, self._poll)
-            result = self._result(started)
-        finally:
-            self._handle = None
-            self._communicator.forget(self._wire_name)
-        if self._finish is not None:
-            self._finish(result)
-
-    def _poll(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while not hvd.poll(self._handle):
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(self._sleep)
-            self._sleep = min(self._sleep * 1.5, _LONGEST_SLEEP)
-        return True
-
-    def _result(self, started: float) -> Any:
-        try:
-            return hvd.synchronize(self._handle)
-        except RuntimeError as error:
-            raise self._communicator.vigil.failure(self.name, time.monotonic() - started, error) from error
-
-    def is_completed(self) -> bool:
-        """See :meth:`Work.is_completed`."""
-        return self._handle is None or bool(hvd.poll(self._handle))
 
 
 class HorovodCommunicator(Communicator):
@@ -170,7 +112,7 @@ class HorovodCommunicator(Communicator):
         """See :meth:`Communicator.reduce_scatter`. Complex tensors: ``SUM`` only."""
         if op is not ReduceOp.SUM:  # Horovod's reduce-scatter only sums
             total = tensor.clone()
-            return _Chained(self.all_reduce(total, op, name=name), lambda: output.copy_(total[self.rank]))
+            return Chained(self.all_reduce(total, op, name=name), lambda: output.copy_(total[self.rank]))
         carrier = _reducible(tensor, op)
         target = torch.view_as_real(output) if output.is_complex() else output
         return self._start(
@@ -249,22 +191,18 @@ class HorovodCommunicator(Communicator):
     def close(self) -> None:
         """Nothing here can be released by one rank: process sets end with Horovod's shutdown."""
 
-    def forget(self, wire_name: str) -> None:
-        """Take a name as free again; called by its work when it has been waited for."""
-        self._in_flight.discard(wire_name)
-
     def _start(self, name: str, launch: Callable[[str], int], finish: Callable[[Any], object] | None) -> Work:
         wire = self._wire_name(name)
         try:
             with profiler_span(name):
                 handle = launch(wire)
         except RuntimeError as error:
-            self.forget(wire)
+            self._in_flight.discard(wire)
             raise self.vigil.failure(name, 0.0, error) from error
         except ValueError as error:
-            self.forget(wire)
+            self._in_flight.discard(wire)
             raise ValueError(f"{name!r}: {error}") from error
-        return HorovodWork(self, name, wire, handle, finish)
+        return HorovodWork(self.vigil, name, handle, partial(self._in_flight.discard, wire), finish)
 
     def _wire_name(self, name: str) -> str:
         """The same at every step, which Horovod's response cache rewards; another while the first is not waited for.
@@ -278,24 +216,6 @@ class HorovodCommunicator(Communicator):
             wire = f"{base}#{copies}"
         self._in_flight.add(wire)
         return wire
-
-
-class _Chained(Work):
-    """A work with something to do after it."""
-
-    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
-        self._work = work
-        self._finish: Callable[[], object] | None = finish
-        self.name = work.name
-
-    def wait(self) -> None:
-        self._work.wait()
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
 
 
 def _reducible(tensor: Tensor, op: ReduceOp) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 from crossover.simulate.run import Result
 from crossover.telemetry.files import cannot_write
+from crossover.telemetry.style import STYLE
 from crossover.telemetry.trace_events import Encoder
 
 COLOURS = {
@@ -22,23 +23,6 @@ COLOURS = {
     "link": "#54a24b",
 }
 _LINES = ("#4c78a8", "#f58518", "#e4572e", "#54a24b", "#b279a2", "#72b7b2", "#9d755d", "#eeca3b")
-_GREY = "#5f6b76"
-_STYLE: Any = {
-    "font.size": 9.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#b8c0c8",
-    "axes.titlelocation": "left",
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "bold",
-    "axes.labelcolor": _GREY,
-    "xtick.color": _GREY,
-    "ytick.color": _GREY,
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-    "svg.hashsalt": "crossover",
-}
 
 
 def write_trace(results: Sequence[Result], path: str | os.PathLike[str]) -> None:
@@ -150,7 +134,7 @@ def _figure(path: str | os.PathLike[str], size: tuple[float, float]) -> Iterator
     except ImportError as error:
         raise ImportError("picture: matplotlib is not installed; pip install 'crossover[plot]'") from error
     place = Path(path)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": "crossover"}):
         figure = Figure(figsize=size, layout="constrained")
         known = figure.canvas.get_supported_filetypes()
         if place.suffix[1:] not in known:

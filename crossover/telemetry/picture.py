@@ -12,12 +12,12 @@ from crossover.telemetry.files import cannot_write
 from crossover.telemetry.records import StepRecord
 from crossover.telemetry.report import Report, percent, seconds, size
 from crossover.telemetry.run import Run
+from crossover.telemetry.style import GREY, GRID, STYLE
 
 OWN_WORK, HIDDEN, EXPOSED = "#4c78a8", "#9ecae9", "#e4572e"
 _RANK_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#72b7b2", "#9d755d", "#eeca3b", "#ff9da6")
 _LINES = 4  # with more ranks, a band from fastest to slowest replaces one line a rank
 _BARS = 8  # with more ranks, bars go without gaps and figures
-_GREY = "#5f6b76"
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
@@ -33,24 +33,7 @@ def draw(run: Run, report: Report, path: str | os.PathLike[str]) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("picture: matplotlib is not installed; pip install 'crossover[plot]'") from error
-    style: Any = {
-        "font.size": 9.5,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.edgecolor": "#b8c0c8",
-        "axes.titlelocation": "left",
-        "axes.titlesize": 10.5,
-        "axes.titleweight": "bold",
-        "axes.labelcolor": _GREY,
-        "xtick.color": _GREY,
-        "ytick.color": _GREY,
-        "axes.grid": True,
-        "grid.color": "#e6eaee",
-        "axes.axisbelow": True,
-        "legend.frameon": False,
-        "legend.fontsize": 8.5,
-    }
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context({**STYLE, **GRID}):
         figure = Figure(figsize=(11.5, 7.2), layout="constrained")
         known = figure.canvas.get_supported_filetypes()
         if Path(path).suffix[1:] not in known:
@@ -113,7 +96,7 @@ def _shares(axes: Any, report: Report) -> None:
     if len(known) <= _BARS:
         for place, total, item in zip(places, whole, known, strict=True):
             label = f"  {percent(item.exposed_share)} waiting{', slowest' if item.rank == report.slowest_rank else ''}"
-            axes.text(total, place, label, va="center", color=_GREY, fontsize=8.5)
+            axes.text(total, place, label, va="center", color=GREY, fontsize=8.5)
         axes.set_yticks(list(places), [f"rank {item.rank}" for item in known])
     else:
         axes.set_yticks(places[:: -(-len(known) // 16)], [str(item.rank) for item in known[:: -(-len(known) // 16)]])
@@ -163,7 +146,7 @@ def _bytes(axes: Any, run: Run) -> None:
     if share < 1:
         full = sent[-1] / max(share, 1 / len(rows)) / unit
         axes.plot(
-            (steps[0], steps[-1]), (0, full), color=_GREY, linestyle=":", linewidth=1.2, label="if every step shared"
+            (steps[0], steps[-1]), (0, full), color=GREY, linestyle=":", linewidth=1.2, label="if every step shared"
         )
     axes.set_ylim(bottom=0)
     axes.legend(loc="upper left")
