@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 GREY = "#5f6b76"
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "font.size": 9.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -20,4 +20,4 @@ STYLE: dict[str, Any] = {
     "legend.frameon": False,
     "legend.fontsize": 8.5,
 }
-GRID: dict[str, Any] = {"axes.grid": True, "grid.color": "#e6eaee"}
+GRID: Any = {"axes.grid": True, "grid.color": "#e6eaee"}
