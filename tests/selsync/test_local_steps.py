@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,7 @@ import crossover as xo
 from tests.cases import invariants
 from tests.harness import run_ranks
 from tests.selsync.local_steps import Scripted, by_hand, grouped_sgd, several, train
-from tests.training import RECIPES, alone, flat, make_model, sgd, with_crossover, with_ddp
-from tests.training import Recipe as TrainingRecipe
+from tests.training import RECIPES, alone, flat, make_model, with_crossover, with_ddp
 
 STEPS = 12
 MIXED: list[list[int]] = [[], [1], [], [], [0, 1], [], []]
@@ -28,7 +28,7 @@ def always_shared(ddp: bool) -> dict[str, tuple[Tensor, Tensor | None]]:
     for name in LINEAR:
         recipe = RECIPES[name]
         options = {"gate": "selsync:0"}
-        ours = with_crossover(TrainingRecipe(sgd, None, recipe.passes, False, recipe.set_to_none, options), 40)
+        ours = with_crossover(replace(recipe, options=options), 40)
         results[name] = (ours, with_ddp(recipe, 40) if ddp else None)
     return results
 
