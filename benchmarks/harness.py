@@ -84,29 +84,42 @@ Measure = Callable[[System, Workload, Settings, dict[str, Any]], dict[str, Any]]
 
 def work(text: str, measure: Measure) -> None:
     """One rank of a job: measure the task's systems one after the other, and report."""
+
+    def one_by_one(workload: Workload, task: dict[str, Any]) -> dict[str, Any]:
+        answers: dict[str, Any] = {}
+        for name in task["systems"]:
+            try:
+                system = peers.get(name)
+                settings, tried = chosen(system, workload, task)
+                answer = measure(system, workload, settings, task)
+                answers[name] = {**answer, "choice": dict(settings), "tried": tried}
+            except NotRunnable as reason:
+                answers[name] = {"reason": str(reason)}
+            tuning.clean_up()
+        return answers
+
+    on_rank(text, one_by_one)
+
+
+def on_rank(text: str, answers: Callable[[Workload, dict[str, Any]], dict[str, Any]]) -> None:
+    """One rank of a job: start, report ``answers(workload, task)`` by system, and end."""
     task = json.loads(text)
     torch.set_num_threads(1)
     xo.init()
     workload = workloads.get(task["workload"], task.get("batch_size"), task["seed"])
     workload.training_set()
-    answers: dict[str, Any] = {}
-    for name in task["systems"]:
-        try:
-            answers[name] = _answer(peers.get(name), workload, task, measure)
-        except NotRunnable as reason:
-            answers[name] = {"reason": str(reason)}
-        tuning.clean_up()
-    loopback.report(answers)
+    loopback.report(answers(workload, task))
     xo.barrier()
     xo.shutdown()
 
 
-def _answer(system: System, workload: Workload, task: dict[str, Any], measure: Measure) -> dict[str, Any]:
-    choices, key, tried = task["choices"], system.tuned_as or system.name, {}
+def chosen(system: System, workload: Workload, task: dict[str, Any]) -> tuple[Settings, dict[str, float]]:
+    """The system's settings, by the task's choices or by a search now, and what the search tried. Collective."""
+    choices, key = task["choices"], system.tuned_as or system.name
+    tried: dict[str, float] = {}
     if key not in choices and task["tune"]:
         choices[key], tried = tuning.tune(system, workload)
-    settings = choices.get(key, {})
-    return {**measure(system, workload, settings, task), "choice": dict(settings), "tried": tried}
+    return choices.get(key, {}), tried
 
 
 # -- jobs, and systems in turn -----------------------------------------------------------------------------------------
