@@ -1,14 +1,15 @@
 """How long does each system take to the accuracy that DDP ends with?
 
     python -m benchmarks.time_to_accuracy [--cr 1,4] [--workloads resnet] [--systems ddp,crossover] [--hosts 2]
-                                          [--repeats 3] [--steps N] [--batch-size N] [--quick] [--save]
+                                          [--repeats 3] [--steps N] [--longer 1.25] [--batch-size N] [--quick] [--save]
 
 Every system trains the workload's steps with the same schedule of learning rates, once for each seed (``--repeats``),
 all systems in turn within a seed. Accuracies are of rank 0's model on the test set, every ``--every`` steps. What is in
 flight is landed before, on the clock; the evaluation itself is off the clock. The target is DDP's final accuracy, mean
-over the seeds, in the same cell. A system's time to it is where its accuracy, mean over the seeds, first is at the
-target: DDP gets there at the latest with its last step. Communication counts as exposed where it makes the mean step
-longer than a step's computing, measured beforehand.
+over the seeds, in the same cell. Systems that are not exact may be given a longer training (``--longer``), with their
+schedule of learning rates as long: what they lose a step they may make up for with more of them. A system's time to the
+target is where its accuracy, mean over the seeds, first is there: DDP gets there at the latest with its last step.
+Communication counts as exposed where it makes the mean step longer than a step's computing, measured beforehand.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ HEADER = [
     "reached by",
     "final accuracy",
     "sd",
+    "steps",
     "step, ms",
     "exposed, ms",
 ]
@@ -47,13 +49,15 @@ HEADER = [
 def measure(system: System, workload: Workload, settings: Settings, task: dict[str, Any]) -> dict[str, Any]:
     """Train, and return this rank's seconds at each evaluation, and the accuracies (rank 0's count). Collective."""
     model = workload.model()
-    training = system.prepare(model, workload.optimizer, workload, task["steps"], **settings)
-    scheduler = workload.scheduler(training.scheduled, task["steps"])
+    longer = 1.0 if system.exact else task["longer"]
+    steps = round(longer * task["steps"] / task["every"]) * task["every"]
+    training = system.prepare(model, workload.optimizer, workload, steps, **settings)
+    scheduler = workload.scheduler(training.scheduled, steps)
     rank, size = xo.rank(), xo.size()
     elapsed, accuracies = [0.0], [workload.accuracy(model)]
     xo.barrier()
     began = time.perf_counter()
-    for step in range(task["steps"]):
+    for step in range(steps):
         training(*workload.batch(rank, step, size))
         scheduler.step()
         if (step + 1) % task["every"] == 0:
@@ -62,15 +66,16 @@ def measure(system: System, workload: Workload, settings: Settings, task: dict[s
             accuracies.append(workload.accuracy(model) if rank == 0 else 0.0)
             xo.barrier()
             began = time.perf_counter()
-    return {"seconds": elapsed, "accuracies": accuracies, "facts": training.facts}
+    return {"seconds": elapsed, "accuracies": accuracies, "steps": steps, "facts": training.facts}
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Accuracy against seconds, one point an evaluation, the first before training."""
+    """Accuracy against seconds, one point an evaluation, the first before training; ``steps`` in all."""
 
     seconds: Sequence[float]
     accuracies: Sequence[float]
+    steps: int
 
     def time_to(self, target: float) -> float | None:
         """Seconds at the first evaluation that is at the target, to rounding; ``None`` if none is."""
@@ -82,21 +87,21 @@ class Curve:
 
 def curve(ranks: Sequence[dict[str, Any]]) -> Curve:
     """One run's: the slowest rank's seconds, rank 0's accuracies."""
-    return Curve(figures.slowest([answer["seconds"] for answer in ranks]), ranks[0]["accuracies"])
+    return Curve(figures.slowest([answer["seconds"] for answer in ranks]), ranks[0]["accuracies"], ranks[0]["steps"])
 
 
 def mean_curve(curves: Sequence[Curve]) -> Curve:
     """Point by point the mean over the seeds, of seconds and of accuracies."""
     times = zip(*(each.seconds for each in curves), strict=True)
     accuracies = zip(*(each.accuracies for each in curves), strict=True)
-    return Curve([statistics.fmean(t) for t in times], [statistics.fmean(a) for a in accuracies])
+    return Curve([statistics.fmean(t) for t in times], [statistics.fmean(a) for a in accuracies], curves[0].steps)
 
 
-def row(label: str, curves: Sequence[Curve], target: float, base_s: float, compute_s: float, steps: int) -> list[str]:
+def row(label: str, curves: Sequence[Curve], target: float, base_s: float, compute_s: float) -> list[str]:
     """One system's row; ``base_s`` is DDP's time to the target."""
     reached = mean_curve(curves).time_to(target)
     final = [each.accuracies[-1] for each in curves]
-    step = statistics.median(each.seconds[-1] for each in curves) / steps
+    step = statistics.median(each.seconds[-1] / each.steps for each in curves)
     singly = [seconds for each in curves if (seconds := each.time_to(target)) is not None]
     span = f" ({min(singly):.1f} to {max(singly):.1f} s)" if singly else ""
     return [
@@ -106,6 +111,7 @@ def row(label: str, curves: Sequence[Curve], target: float, base_s: float, compu
         f"{len(singly)} of {len(curves)}{span}",
         f"{statistics.fmean(final):.4f}",
         f"{statistics.stdev(final):.4f}" if len(final) > 1 else "",
+        str(curves[0].steps),
         milliseconds(step),
         milliseconds(step - compute_s),
     ]
@@ -126,13 +132,13 @@ def rows(outcome: Outcome, steps: int) -> tuple[float, list[list[str]]]:
     for name, measured in outcome.systems.items():
         label = peers.get(name).label
         if measured.ran:
-            made.append(row(label, curves_of(measured), target, base_s, outcome.cell.compute.step_s, steps))
+            made.append(row(label, curves_of(measured), target, base_s, outcome.cell.compute.step_s))
         else:
             made.append([label, "cannot run", *[""] * (len(HEADER) - 2)])
     limit = outcome.cell.limit_s()
     ratio = limit * steps / statistics.median(each.seconds[-1] for each in base)
     label = "limit: max(computing, all-reduce), steps as DDP"
-    return target, [*made, [label, f"{ratio * base_s:.1f}", f"{ratio:.3f}", "", "", "", milliseconds(limit), ""]]
+    return target, [*made, [label, f"{ratio * base_s:.1f}", f"{ratio:.3f}", *[""] * 4, milliseconds(limit), ""]]
 
 
 def section(outcome: Outcome, steps: int) -> str:
@@ -158,6 +164,9 @@ def options_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=2, help="how many (%(default)s)")
     parser.add_argument("--steps", type=int, help="steps of training (each workload's own; 40 with --quick)")
     parser.add_argument("--batch-size", type=int, help="examples a rank and step (each workload's own)")
+    parser.add_argument(
+        "--longer", type=float, default=1.0, help="times the steps, for systems that are not exact (%(default)s)"
+    )
     parser.add_argument("--every", type=int, default=EVERY, help="steps between evaluations (%(default)s)")
     options = parser.parse_args(words)
     command.complete(parser, options, (["vgg"], [2.0]))
@@ -167,6 +176,8 @@ def options_of(words: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             f"--every: is {options.every}; it has to be a multiple of 4, the steps between local SGD's averages"
         )
+    if not 1 <= options.longer < float("inf"):
+        parser.error(f"--longer: is {options.longer}; it has to be at least 1")
     if options.batch_size is not None and options.batch_size < 1:
         parser.error(f"--batch-size: is {options.batch_size}; it has to be at least 1")
     options.systems = [name for name in options.systems if name != harness.CEILING]
@@ -190,7 +201,12 @@ def main(words: Sequence[str] | None = None) -> int:
     def question() -> int:
         with site(options.hosts, options.emulated) as place:
             cells = harness.make_cells(place, options.workloads, options.cr, options.batch_size)
-            task = {"every": options.every, "tune": not options.quick, "batch_size": options.batch_size}
+            task = {
+                "every": options.every,
+                "longer": options.longer,
+                "tune": not options.quick,
+                "batch_size": options.batch_size,
+            }
             steps = partial(steps_for, options)
             outcomes = harness.in_turn(place, MODULE, cells, options.systems, options.repeats, steps, task)
         sections = [section(outcome, steps(outcome.cell)) for outcome in outcomes]

@@ -179,20 +179,23 @@ def test_steps_of_a_run_fit_into_its_time() -> None:
 
 
 def test_time_to_a_target() -> None:
-    first = Curve([0.0, 1.0, 2.0, 3.0], [0.1, 0.5, 0.9, 0.8])
-    second = Curve([0.0, 1.2, 2.4, 3.6], [0.1, 0.4, 0.6, 0.9])
+    first = Curve([0.0, 1.0, 2.0, 3.0], [0.1, 0.5, 0.9, 0.8], 30)
+    second = Curve([0.0, 1.2, 2.4, 3.6], [0.1, 0.4, 0.6, 0.9], 30)
     mean = time_to_accuracy.mean_curve([first, second])
     assert mean.seconds == pytest.approx([0.0, 1.1, 2.2, 3.3])
     assert mean.accuracies == pytest.approx([0.1, 0.45, 0.75, 0.85])
     assert mean.time_to(0.7) == pytest.approx(2.2)
     assert mean.time_to(mean.accuracies[-1]) == pytest.approx(3.3)
     assert mean.time_to(0.86) is None
-    label, reached, ratio, by, final, sd, step, exposed = time_to_accuracy.row("X", [first, second], 0.7, 1.1, 0.05, 30)
+    label, reached, ratio, by, final, sd, steps, step, exposed = time_to_accuracy.row(
+        "X", [first, second], 0.7, 1.1, 0.05
+    )
+    assert steps == "30"
     assert (label, reached, ratio, final) == ("X", "2.2", "2.000", "0.8500")
     assert by == "2 of 2 (2.0 to 3.6 s)"
     assert sd == "0.0707"
     assert (step, exposed) == ("110.0", "60.0")
-    assert time_to_accuracy.row("X", [first], 0.95, 1.1, 0.05, 30)[1:4] == ["not reached", "", "0 of 1"]
+    assert time_to_accuracy.row("X", [first], 0.95, 1.1, 0.05)[1:4] == ["not reached", "", "0 of 1"]
 
 
 def trained(seconds: list[list[float]], accuracies: list[float]) -> Measured:
