@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from crossover import collectives, deft, elastic, runtime, schedulers, selsync, sync, telemetry
+from crossover import auto, collectives, deft, elastic, runtime, schedulers, selsync, sync, telemetry
 from crossover.collectives import *  # noqa: F403
 from crossover.errors import CommunicationError, RankMismatchError
 from crossover.joining import join
@@ -32,6 +32,7 @@ __all__ = [
     "CommunicationError",
     "DistributedOptimizer",
     "RankMismatchError",
+    "auto",
     "cross_rank",
     "cross_size",
     "deft",

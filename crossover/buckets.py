@@ -310,6 +310,15 @@ class Bucket:
         self.tail[1] = float(self.announces)
         self.missing = []
 
+    @torch.no_grad()
+    def move_in(self) -> None:
+        """Take over averages that lie elsewhere: from here on ``p.grad`` is the view, with the same values."""
+        for slot in self.slots:
+            gradient = slot.parameter.grad
+            if gradient is not None and gradient.layout is torch.strided:
+                slot.view.copy_(gradient)
+                slot.parameter.grad = slot.view
+
     def twin(self) -> Bucket:
         """Another bucket of the same parameters, with memory of its own."""
         return Bucket(self.index, [(slot.index, slot.name, slot.parameter) for slot in self.slots])

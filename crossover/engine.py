@@ -119,7 +119,7 @@ class Engine:
         self._unhook()
         self.sharing.detach()
         self.schedule.detach()
-        self.communicator.close()
+        self.exchange.close()
 
     def _unhook(self) -> None:
         for handle in self._handles:
@@ -259,11 +259,15 @@ class Engine:
 
     def _hook_buckets(self) -> None:
         self._unhook()
+        in_buckets: set[int] = set()
         for bucket in self.exchange.buckets:
             for place, slot in enumerate(bucket.slots):
                 self._handles.append(hook_gradient(slot.parameter, self._bucket_hook(bucket, place)))
-        for parameter in self.exchange.sparse:
-            self._handles.append(hook_gradient(parameter.tensor, self._learning_hook(id(parameter.tensor))))
+                in_buckets.add(id(slot.parameter))
+        for key, parameter in self.exchange.parameters.items():
+            if key not in in_buckets:
+                hook = self._learning_hook(key, self.exchange.observer(parameter.tensor))
+                self._handles.append(hook_gradient(parameter.tensor, hook))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside add to ``p.grad`` on this rank only."""

@@ -81,11 +81,23 @@ class Exchange:
 
     def _place(self, newcomers: Sequence[NamedParameter], facts: Sequence[dict[str, Any]]) -> None:
         """Make buckets for parameters that all ranks agree on."""
+        if not self.buckets:
+            self.schedule.expect_layout()
         sparse, members = arrange(newcomers, facts, self._options, self.schedule.bucket_cap_bytes)
         self.sparse += sparse
         self.sent = len(self.buckets)
         self.buckets += [Bucket(self.sent + number, named) for number, named in enumerate(members)]
         self._placed.update(self.parameters)
+        self.schedule.layout(self.buckets)
+
+    def _lay_out_again(self) -> None:
+        """Make the buckets anew, of the size that the schedule wants now: the same on every rank, without asking."""
+        parameters = [self.parameters[id(slot.parameter)] for bucket in self.buckets for slot in bucket.slots]
+        facts = [{"order": range(len(parameters)), "sparse": ()}]
+        _, members = arrange(parameters, facts, self._options, self.schedule.bucket_cap_bytes)
+        self.buckets = [Bucket(number, named) for number, named in enumerate(members)]
+        for bucket in self.buckets:
+            bucket.move_in()
         self.schedule.layout(self.buckets)
 
     def unseen_gradients(self) -> list[str]:
@@ -124,11 +136,14 @@ class Exchange:
         """
         if self.buckets or self.sparse:
             self.finish()
-        if not (self.grown or self.reduction.others_grew):
-            return False
-        self.adopt(self.newcomers(), arrivals)
-        self.finish()
-        return True
+        grew = self.grown or self.reduction.others_grew
+        if grew:
+            self.adopt(self.newcomers(), arrivals)
+            self.finish()
+        if self.schedule.revise():
+            self._lay_out_again()
+            return True
+        return grew
 
     def last_arrival(self) -> Tensor | None:
         """The parameter whose place in launch order is the last of those that have arrived in this pass."""
@@ -187,6 +202,10 @@ class Exchange:
             stand_in: other ranks have trained longer than this one, and count.
         """
         self.schedule.flush()
+
+    def close(self) -> None:
+        """Let go of the communicator. Not a collective."""
+        self.reduction.communicator.close()
 
     def flush_at_shutdown(self) -> None:
         """:meth:`flush` where something is in flight or ranks differ: a rank that leaves early finds nobody else."""

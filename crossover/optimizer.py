@@ -77,13 +77,14 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         sparse_as_dense: send sparse gradients as dense ones.
         process_set: the ranks that take part; others are left alone.
         process_group: the same as a ``torch.distributed`` group.
-        schedule: when buckets travel: an object or name from :mod:`crossover.schedulers`; ``None`` is
-            ``$CROSSOVER_SCHEDULE`` or ``Overlapped()``.
+        schedule: when buckets travel: an object or name from :mod:`crossover.schedulers`, or ``"auto"``
+            (:class:`crossover.auto.Auto`); ``None`` is ``$CROSSOVER_SCHEDULE`` or ``Overlapped()``.
         gate: decides which steps are shared: an object or name from :mod:`crossover.selsync`, such as
-            ``SelSync(delta=0.3)``, ``"selsync:0.3"`` or ``"periodic:8"``; ``None`` is ``$CROSSOVER_GATE``, or sharing
-            every step. With one, ``p.grad`` stays this rank's own unless the gate averages gradients, replicas differ
-            between shared steps, and ``optimizer.flushed()`` makes them equal for evaluation and checkpoints. What the
-            gate counts is saved in ``state_dict()["crossover"]``, which a bare optimizer leaves aside.
+            ``SelSync(delta=0.3)``, ``"selsync:0.3"`` or ``"periodic:8"``, or ``"auto"``
+            (:class:`crossover.auto.AutoGate`); ``None`` is ``$CROSSOVER_GATE``, or sharing every step. With one,
+            ``p.grad`` stays this rank's own unless the gate averages gradients, replicas differ between shared steps,
+            and ``optimizer.flushed()`` makes them equal for evaluation and checkpoints. What the gate counts is saved
+            in ``state_dict()["crossover"]``, which a bare optimizer leaves aside.
         sharing: how this job shares its device with others: a :class:`crossover.sync.TimeShare`, or text such as
             ``"timeshare:job=a"``; ``None`` is ``$CROSSOVER_SHARING``, or the device is used at any time. Changes
             nothing but timing, and a lone rank takes no turns, as it waits for nobody.

@@ -10,17 +10,23 @@ import torch
 from torch import Tensor
 
 from crossover import runtime
+from crossover.auto import AutoGate
+from crossover.auto.opening import OpeningExchange
+from crossover.auto.watched import Watched
+from crossover.auto.wishes import reconciled
 from crossover.buckets import MEBIBYTE
 from crossover.collectives import Average, Compression, ProcessSet, Sum
 from crossover.comm.communicator import Communicator
 from crossover.engine import Engine
 from crossover.exchange import Exchange
 from crossover.gated import GatedExchange
+from crossover.late import LateExchange
 from crossover.layout import BucketOptions
 from crossover.memory import keep_freed_memory
 from crossover.parameters import NamedParameter, ParameterBook, agree
 from crossover.reduction import Compressor, Reduction, scaling_for
 from crossover.schedulers import Overlapped, Schedule
+from crossover.schedulers.delayed import DelayedSchedule
 from crossover.selsync.gate import Gate
 from crossover.sync.sharing import Sharing
 
@@ -44,7 +50,8 @@ class Options:
     sharing: Sharing | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
+        """Refuse what cannot be meant, and make of ``"auto"`` what goes with the rest."""
+        self.schedule, self.gate = reconciled(self.schedule, self.gate)
         check_options(self.op, self.backward_passes_per_step, self.gradient_predivide_factor, self.compression)
         if self.gate is not None:
             check_options_with_gate(self.gate, self.op, self.compression, self.schedule)
@@ -98,15 +105,23 @@ def connect(optimizer: torch.optim.Optimizer, book: ParameterBook, options: Opti
     )
     keep_freed_memory(parameter.tensor for parameter in parameters)
     options.schedule.attach(reduction, optimizer)
-    if options.gate is None:
-        exchange = Exchange(reduction, options.schedule, options.buckets)
-    else:
-        exchange = GatedExchange(reduction, options.schedule, options.buckets, options.gate, optimizer)
+    exchange = _exchange(reduction, options, optimizer)
     if options.sharing is not None:
         local_rank = runtime.local_rank() if runtime.is_initialized() else 0
         used = parameters[0].tensor.device
         options.sharing.attach(used, communicator.rank, communicator.size, local_rank, communicator.backend)
     return Engine(book, exchange, options.backward_passes_per_step, options.sharing)
+
+
+def _exchange(reduction: Reduction, options: Options, optimizer: torch.optim.Optimizer) -> Exchange:
+    schedule, buckets, gate = options.schedule, options.buckets, options.gate
+    if gate is None:
+        return Exchange(reduction, schedule, buckets)
+    if isinstance(gate, AutoGate) and isinstance(schedule, Watched):
+        return OpeningExchange(reduction, schedule, buckets, gate, optimizer)
+    if isinstance(schedule, DelayedSchedule):
+        return LateExchange(reduction, schedule, buckets, gate, optimizer)
+    return GatedExchange(reduction, schedule, buckets, gate, optimizer)
 
 
 def _check_optimizer_with_peers(optimizer: torch.optim.Optimizer) -> None:
@@ -143,10 +158,26 @@ def check_options_with_gate(gate: Gate, op: int, compression: object, schedule: 
             "compression: makes gradients smaller, and this gate averages parameters; leave it at Compression.none, or "
             "give the gate average='gradients'"
         )
-    if not isinstance(schedule, Overlapped):
+    if isinstance(schedule, DelayedSchedule):
+        _check_late_averages(gate, schedule)
+    elif not isinstance(schedule, Overlapped):
         raise ValueError(
             f"schedule: {type(schedule).__name__} shares every step, and the gate {type(gate).__name__} does not; use "
-            "the Overlapped schedule with a gate, or no gate"
+            "Overlapped, DeFT or FifoDelayed with a gate, or no gate"
+        )
+
+
+def _check_late_averages(gate: Gate, schedule: Schedule) -> None:
+    name = type(schedule).__name__
+    if gate.average != "parameters":
+        raise ValueError(
+            f"gate: averages gradients, which with {name} would come late to steps that were not shared; use "
+            "average='parameters', or the Overlapped schedule"
+        )
+    if gate.optimizer_state != "local":
+        raise ValueError(
+            f"gate: averages the optimizer's state, which has moved on when an average with {name} lands; use "
+            "optimizer_state='local', or the Overlapped schedule"
         )
 
 

@@ -24,6 +24,7 @@ class Course:
         steps: training steps so far.
         decide_at: after how many steps a decision is due; ``NEVER`` for none.
         profile: the plan was made from it.
+        stale: steps before the next decision are to be measured; else it is made with what is known of times.
         limits: with which it was made.
         promised_us: time of a step by the plan.
     """
@@ -37,6 +38,7 @@ class Course:
         self.steps = 0
         self.decide_at = first_decision
         self.profile: Profile | None = None
+        self.stale = True
         self.limits = pilot.limits
         self.promised_us = 0.0
         self._from_nothing: Plan | None = None
@@ -44,7 +46,8 @@ class Course:
     @property
     def survey_begins(self) -> bool:
         """Whether the steps from now on are to be measured: one more, as the first is seen from its middle."""
-        return self.decide_at != NEVER and self.steps == max(self.decide_at - self.profile_steps - 1, 0)
+        due = self.steps == max(self.decide_at - self.profile_steps - 1, 0)
+        return due and self.stale and self.decide_at != NEVER
 
     @property
     def decision_due(self) -> bool:
@@ -60,6 +63,7 @@ class Course:
         """Measure the next steps and decide then."""
         self.pilot.log(self.steps, reason, **numbers)
         self.decide_at = self.steps + self.profile_steps + 1
+        self.stale = True
 
     def advance(self) -> None:
         """A step has been taken."""
@@ -107,28 +111,33 @@ class Course:
 
         plan = agree_on_plan(communicator, name, choose)
         said = communicator.broadcast_object(
-            ([(d.step, d.action, d.numbers) for d in pilot.decisions[before:]], pilot.capacity), name=f"{name}.decision"
+            ([(d.step, d.action, d.numbers) for d in pilot.decisions[before:]], pilot.chosen), name=f"{name}.decision"
         )
         pilot.decisions[before:] = [Decision(*entry) for entry in said[0]]
-        pilot.capacity = said[1]
-        self.limits = Limits(pilot.capacity, pilot.limits.sync_wait, pilot.most_merged)
+        self.limits = pilot.chosen = said[1]
         self.follow(plan)
         self.promised_us = mean_duration(plan, profile.times()) if plan is not None else 0.0
         self._from_nothing = plan
         if plan is not None and state != QueueState():
             self._from_nothing = self._solved(communicator, f"{name}.anew", QueueState())
-        self.decide_at = self.steps + self.replan_steps
+        settled = plan is None or pilot.fixed_capacity
+        # else after as many steps as were taken: what is learnt early of the noise scale is used soon
+        wait = self.replan_steps if settled else min(max(self.steps, self.profile_steps + 2), self.replan_steps)
+        self.stale = wait == self.replan_steps
+        self.decide_at = self.steps + wait
 
     def stay(self, reason: str) -> None:
         """Be synchronous until the next decision is due."""
         self.pilot.log(self.steps, f"synchronous: {reason}")
         self.follow(None)
+        self.stale = True
         self.decide_at = self.steps + self.replan_steps
 
     def fall_back(self, reason: str) -> None:
         """End the delay now, for some time or for good. Every rank calls it in the same step."""
         again = self.pilot.fall_back(self.steps, reason)
         self.follow(None)
+        self.stale = True
         self.decide_at = self.steps + max(self.pilot.preserver.fallback_steps, 1) if again else NEVER
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -141,6 +150,7 @@ class Course:
             "position": self.position,
             "steps": self.steps,
             "decide_at": self.decide_at,
+            "stale": self.stale,
             "profile": None if self.profile is None else self.profile.as_json(),
             "promised_us": self.promised_us,
             "limits": [*self.limits.capacity, self.limits.sync_wait, self.limits.most_merged],
@@ -153,7 +163,7 @@ class Course:
         self._from_nothing = None if state["from_nothing"] is None else Plan.from_json(state["from_nothing"])
         self.position, self.steps, self.decide_at = state["position"], state["steps"], state["decide_at"]
         self.profile = None if state["profile"] is None else Profile.from_json(state["profile"])
-        self.promised_us = state["promised_us"]
+        self.promised_us, self.stale = state["promised_us"], state.get("stale", True)
         numerator, denominator, wait, most = state["limits"]
         self.limits = Limits((numerator, denominator), wait, most)
         self.pilot.load_state_dict(state["pilot"])

@@ -10,13 +10,13 @@ import torch
 
 from crossover.buckets import Bucket
 from crossover.deft.pilot import Pilot
-from crossover.deft.preserver import IGNORED_SAMPLES
 from crossover.deft.sampling import Sample, squared_norm
 from crossover.reduction import Reduction
 from crossover.schedulers.generations import Generation, Remark
 from crossover.schedulers.loss_scale import LossScale
 
 SAMPLE_EVERY = 10  # generations while updates come late
+SAMPLED_STEPS = 40  # before a decision, of which every generation is sampled
 
 
 class Guard:
@@ -45,15 +45,15 @@ class Guard:
         self.closed = 0
 
     def begin(self, close: bool, delayed: bool, until_decision: int) -> None:
-        """A step begins. Of late generations every tenth is sampled; of others those before a decision.
+        """A step begins. Before a decision every generation is sampled; else of late ones every tenth.
 
         Args:
             close: a generation closes in it.
             delayed: updates come late.
             until_decision: steps until the next decision, negative if there is none.
         """
-        soon = 0 <= until_decision <= 2 * IGNORED_SAMPLES
-        wanted = self.closed % SAMPLE_EVERY == 0 if delayed else soon
+        soon = 0 <= until_decision <= SAMPLED_STEPS
+        wanted = soon or (delayed and self.closed % SAMPLE_EVERY == 0)
         self._sample = Sample(self._device) if close and wanted else None
 
     def add(self, bucket: Bucket) -> None:
@@ -77,7 +77,8 @@ class Guard:
             return None
         size, pilot = self._reduction.communicator.size, self._pilot
         sampled = cast(Sample, due.remarks[0]).result(size)
-        squared = squared_norm(buckets, 1.0 / (self._loss_scale.current() * (due.steps if self._summed else 1)))
+        summed = (due.steps if self._summed else 1) * (1 if self._reduction.scaling.average else size)
+        squared = squared_norm(buckets, 1.0 / (self._loss_scale.current() * summed))
         pilot.noise.add(due.steps, sampled.small_squared, due.steps * size, squared)
         if sampled.loss is not None:
             pilot.loss.add(sampled.loss, synchronous=not delayed)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from crossover.deft.cost import BucketTimes
+from crossover.deft.loss_watch import LossWatch
 from crossover.deft.plan import Plan, QueueState, mean_duration, merged_sizes, synchronous_plan
 from crossover.deft.planner import Limits, make_plan
 from crossover.deft.preserver import Candidate, NoiseScale, choose, efficiency, gain, largest_curvature, walk_ratio
@@ -19,6 +20,7 @@ from crossover.deft.preserver import Candidate, NoiseScale, choose, efficiency, 
 logger = logging.getLogger("crossover")
 
 LADDER = ((1, 1), (11, 10), (5, 4), (3, 2), (2, 1))
+MERGINGS = (1, 2, 3)  # steps in an update at most, tried besides what the user allows
 _WALK_STEPS = 600
 
 
@@ -28,7 +30,10 @@ class Preserver:
 
     Attributes:
         tolerance: progress per sample that a plan may lose, estimated from the gradient noise scale; 0.01 is no loss to
-            speak of, 1 allows everything. Where the noise scale is not known yet, nothing is held against a plan.
+            speak of, 1 allows everything. Of what is allowed the plan that makes most progress in time is taken: with
+            1 the fastest way to an accuracy, in more steps than without merging.
+        prior: noise scale taken before there is an estimate, in batches of one rank. With 0 merged steps are worth no
+            more than one, so that none are merged; ``math.inf`` holds nothing against merging.
         walk_tolerance: the same for the Gaussian walk of the loss, which needs :meth:`DeFT.observe`.
         loss_rise: a smoothed loss this many times its smallest value so far ends the delay.
         gradient_rise: so does a squared gradient norm this many times its running mean.
@@ -42,6 +47,7 @@ class Preserver:
     """
 
     tolerance: float = 0.1
+    prior: float = 0.0
     walk_tolerance: float = 0.25
     loss_rise: float = 1.5
     gradient_rise: float = 100.0
@@ -51,7 +57,7 @@ class Preserver:
     least_coverage: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("tolerance", "walk_tolerance", "least_gain", "least_coverage"):
+        for name in ("tolerance", "prior", "walk_tolerance", "least_gain", "least_coverage"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: is {getattr(self, name)!r}; give 0 or more")
         for name in ("loss_rise", "gradient_rise"):
@@ -85,43 +91,6 @@ def _text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-class LossWatch:
-    """Follows the training loss as all ranks see it.
-
-    Attributes:
-        level: smoothed loss; ``None`` before the first.
-        lowest: the smallest level so far.
-    """
-
-    SMOOTHING = 0.9
-
-    def __init__(self) -> None:
-        self.level: float | None = None
-        self.lowest = math.inf
-        self._changes: list[float] = []
-
-    def add(self, loss: float, synchronous: bool) -> None:
-        """Take the mean loss over ranks. Changes between synchronous updates feed the walk."""
-        if not math.isfinite(loss):
-            self.level = math.inf
-            return
-        before = self.level
-        known = before is not None and math.isfinite(before)
-        self.level = self.SMOOTHING * before + (1 - self.SMOOTHING) * loss if known and before is not None else loss
-        self.lowest = min(self.lowest, self.level)
-        if synchronous and known and before is not None:
-            self._changes.append(self.level - before)
-            del self._changes[:-500]
-
-    def walk(self) -> tuple[float, float, float] | None:
-        """Start, drift and deviation of a walk towards a floor at 0; ``None`` if it is not known or not going down."""
-        if len(self._changes) < 20 or self.level is None or not math.isfinite(self.level):
-            return None
-        mean = sum(self._changes) / len(self._changes)
-        spread = sum((change - mean) ** 2 for change in self._changes) / (len(self._changes) - 1)
-        return (self.level, -mean, math.sqrt(spread)) if mean < 0 else None
-
-
 class Pilot:
     """Turns measurements into plans.
 
@@ -133,7 +102,7 @@ class Pilot:
         noise: the gradient noise scale.
         loss: the training loss.
         retries_left: how often the delay may still be tried again.
-        capacity: the factor chosen last.
+        chosen: what the plan chosen last may do.
         decisions: all of them, the last one last.
     """
 
@@ -145,7 +114,7 @@ class Pilot:
         self.loss = LossWatch()
         self.retries_left = preserver.retries
         self.most_merged = limits.most_merged
-        self.capacity = limits.capacity
+        self.chosen = limits
         self.decisions: list[Decision] = []
         self.silent = False
         self._gradient_mean: float | None = None
@@ -164,46 +133,70 @@ class Pilot:
         if coverage < self.preserver.least_coverage and not self.fixed_capacity:
             self.log(step, "synchronous: nothing to gain", coverage_rate=coverage)
             return None
-        plans = {capacity: make_plan(times, self._limits(capacity), state) for capacity in self._capacities()}
+        plans = self._plans(times, state)
+        freest = max(merged_sizes(next(iter(plans.values())).repeated), default=1)
         candidates = [self._synchronous(times)]
-        candidates += [self._candidate(capacity, plan, times, size) for capacity, plan in plans.items()]
+        candidates += [self._candidate(limits, plan, times, size) for limits, plan in plans.items()]
         if self.fixed_capacity:
             chosen = candidates[1]
         else:
             chosen = choose(candidates, self.preserver.tolerance, self.preserver.least_gain)
-        numbers = {
-            "coverage_rate": coverage,
-            "noise_scale": self.noise.value,
-            **{c.name: f"{c.step_ticks:.0f} us at efficiency {c.efficiency:.3f}" for c in candidates},
-        }
-        if chosen.capacity is None:
+        numbers = {"coverage_rate": coverage, **self._noise(), **{c.name: str(c) for c in candidates}}
+        if chosen.limits is None:
             self.log(step, "synchronous: no delay pays for what it loses", **numbers)
             return None
-        plan, self.capacity = plans[chosen.capacity], chosen.capacity
-        self.log(step, f"delayed, capacity {chosen.name}", merged=merged_sizes(plan.repeated), **numbers)
+        plan, self.chosen = plans[chosen.limits], chosen.limits
+        merged = merged_sizes(plan.repeated)
+        held = ": waits rather than merge more steps" if max(merged, default=1) < freest else ""
+        action = f"delayed, capacity {chosen.name}{held}"
+        self.log(step, action, merged=merged, **numbers)
         return plan
 
-    def _limits(self, capacity: tuple[int, int]) -> Limits:
-        return Limits(capacity, self.limits.sync_wait, self.most_merged)
+    def _plans(self, times: BucketTimes, state: QueueState) -> dict[Limits, Plan]:
+        """What may be done, the freest first."""
+        wait, most = self.limits.sync_wait, self.most_merged
+        if self.fixed_capacity:
+            limits = Limits(self.limits.capacity, wait, most)
+            return {limits: make_plan(times, limits, state)}
+        plans = {}
+        for limits in [Limits(capacity, wait, most) for capacity in LADDER]:
+            plans[limits] = make_plan(times, limits, state)
+        needed = max(merged_sizes(plans[Limits(LADDER[0], wait, most)].repeated), default=1)
+        for limits in [Limits(LADDER[0], wait, fewer) for fewer in MERGINGS if fewer < needed]:
+            plans[limits] = make_plan(times, limits, state)
+        return plans
 
-    def _capacities(self) -> Sequence[tuple[int, int]]:
-        return [self.limits.capacity] if self.fixed_capacity else LADDER
+    def _noise(self) -> dict[str, Any]:
+        """What is known of the noise scale, for the log."""
+        known, samples = self.noise.value, self.noise.samples
+        if known is None or self.noise.cautious is None:
+            return {"noise_scale": f"not known from {samples} samples, taken as {self.preserver.prior:g}"}
+        return {"noise_scale": known, "at_least": self.noise.cautious, "samples": samples}
+
+    @property
+    def noise_scale(self) -> float:
+        """The noise scale that merging is judged by, in batches of one rank: the cautious estimate, or the prior."""
+        cautious = self.noise.cautious
+        return self.preserver.prior if cautious is None else cautious
 
     def _synchronous(self, times: BucketTimes) -> Candidate:
         return Candidate("synchronous", None, mean_duration(synchronous_plan(times.buckets), times), 1.0)
 
-    def _candidate(self, capacity: tuple[int, int], plan: Plan, times: BucketTimes, size: int) -> Candidate:
+    def _candidate(self, limits: Limits, plan: Plan, times: BucketTimes, size: int) -> Candidate:
         merged = merged_sizes(plan.repeated)
         kept = self._efficiency(merged, size) if merged else 0.0
-        name = str(capacity[0]) if capacity[1] == 1 else f"{capacity[0]}/{capacity[1]}"
-        return Candidate(name, capacity, mean_duration(plan, times), kept)
+        numerator, denominator = limits.capacity
+        name = str(numerator) if denominator == 1 else f"{numerator}/{denominator}"
+        if limits.most_merged < self.most_merged:
+            name += f" merging {limits.most_merged} at most"
+        return Candidate(name, limits, mean_duration(plan, times), kept)
 
     def _efficiency(self, merged: Sequence[int], size: int) -> float:
-        known = self.noise.value
-        kept = 1.0 if known is None or math.isinf(known) else efficiency(merged, size, known)
+        scale = self.noise_scale
+        kept = 1.0 if math.isinf(scale) else efficiency(merged, size, scale)
         walk = self.loss.walk()
         if walk is not None and max(merged) > 1:
-            ratio = walk_ratio(*walk, merged, [gain(steps, size, known) for steps in merged], _WALK_STEPS)
+            ratio = walk_ratio(*walk, merged, [gain(steps, size, scale) for steps in merged], _WALK_STEPS)
             if ratio < 1.0 - self.preserver.walk_tolerance:
                 kept = min(kept, ratio)
         return kept
@@ -240,17 +233,23 @@ class Pilot:
         self.log(step, f"synchronous: {reason}", **numbers)
         return again
 
-    def warn_of_momentum(self, step: int, groups: Sequence[dict[str, Any]]) -> None:
-        """Log by how much one update of delay narrows the range of stable learning rates; half or more is not said."""
+    def warn_of_momentum(self, step: int, groups: Sequence[dict[str, Any]], spike: bool = False) -> None:
+        """Log by how much one update of delay narrows the range of stable learning rates; half or more is not said.
+
+        Args:
+            step: training step.
+            groups: the optimizer's.
+            spike: late gradients are weighted by :mod:`crossover.schedulers.spike`.
+        """
         for number, group in enumerate(groups):
             momentum, nesterov = float(group.get("momentum", 0.0) or 0.0), bool(group.get("nesterov", False))
             before = largest_curvature(momentum, delayed=False, nesterov=nesterov)
-            after = largest_curvature(momentum, delayed=True, nesterov=nesterov)
+            after = largest_curvature(momentum, delayed=True, nesterov=nesterov, spike=spike and momentum > 0)
             if after < 0.5 * before:
                 self.log(
                     step,
                     f"momentum {momentum:g} in group {number}: one late update narrows the stable range of learning "
-                    "rates; Nesterov, less momentum or clipping widen it",
+                    "rates; a longer warm-up, less momentum or clipping help",
                     largest_synchronous=before,
                     largest_delayed=after,
                 )

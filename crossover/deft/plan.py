@@ -23,6 +23,7 @@ from typing import Any
 from crossover.deft.cost import BucketTimes
 
 Sends = tuple[tuple[int, int], ...]
+_SETTLING_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +200,17 @@ def mean_duration(plan: Plan, times: BucketTimes) -> float:
         >>> mean_duration(synchronous_plan(2), BucketTimes((10, 10), (20, 20), ((15, 15),)))
         75.0
     """
-    rounds = step_durations([*plan.prefix, *plan.repeated, *plan.repeated], times)
-    settled = rounds[-len(plan.repeated) :]
-    return sum(settled) / len(settled)
+    cycle = plan.repeated
+    times_round = max(2, -(-_SETTLING_STEPS // len(cycle)))
+    settled = sum(step_durations([*plan.prefix, *cycle * times_round], times)[-len(cycle) :])
+    # a link that is behind falls back further from round to round, until steps wait for it
+    return max(settled, *_loads(cycle, times)) / len(cycle)
+
+
+def _loads(steps: Sequence[StepPlan], times: BucketTimes) -> list[int]:
+    """Ticks for which each link is busy in ``steps``, and none."""
+    loads = [0] * (times.links + 1)
+    for step in steps:
+        for link, bucket in (*step.forward, *step.backward, *step.fresh):
+            loads[link] += times.reduce[link][bucket]
+    return loads

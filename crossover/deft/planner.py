@@ -14,7 +14,7 @@ from crossover.deft.knapsack import pack_links, place_all
 from crossover.deft.plan import Plan, QueueState, Sends, StepPlan
 
 HORIZON = 512
-_WORK = 1_000  # buckets times steps that a search for a cycle may take
+_WORK = 2_000  # that a search for a cycle may take: buckets times steps times links and one
 _MOST_UNITS = 40  # more buckets than this are planned in units of neighbours
 
 
@@ -53,7 +53,7 @@ def make_plan(
         times: of all buckets, equal on all ranks.
         limits: see :class:`Limits`.
         state: what the first step finds; nothing on its way by default.
-        horizon: steps after which the search for a cycle ends; by default 512, fewer for many buckets.
+        horizon: steps after which the search for a cycle ends; by default 512, fewer for many buckets and links.
 
     With more than 40 buckets neighbours are planned together, so that planning takes milliseconds for any number.
 
@@ -70,7 +70,7 @@ def make_plan(
     stage = _Stage(_by_unit(times, units), limits)
     state = state or QueueState()
     if horizon is None:
-        horizon = max(min(HORIZON, _WORK // len(units)), 16)
+        horizon = max(min(HORIZON, _WORK // (len(units) * (1 + times.links))), 16)
     if len(units) < times.buckets:
         return _in_buckets(_search(stage, _in_units(state, units), horizon), units)
     return _search(stage, state, horizon)

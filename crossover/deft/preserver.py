@@ -7,6 +7,10 @@ arXiv 2503.16815, abstract); its formula and threshold could not be read. Here:
   Training* (2018), whose unbiased estimate from two batch sizes is :class:`NoiseScale`;
 * :func:`walk_ratio` is a Gaussian random walk with a reflecting floor, the kind of estimate the paper is said to use;
 * :func:`largest_curvature` says where one step of delay is unstable, which neither of the two can see.
+
+What merging does to momentum is ours, and is left as it is: an update of merged steps decays the buffer once. Decaying
+it once for each step (``momentum ** steps``, gradients scaled to keep their weight) is what single steps would have
+done on the same weights, but with a late gradient it is stable for no larger rates, and trains worse.
 """
 
 from __future__ import annotations
@@ -17,7 +21,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-IGNORED_SAMPLES = 20
+from crossover.deft.planner import Limits
+from crossover.schedulers.spike import spike_weights
+
+IGNORED_SAMPLES = 12
+SETTLING_SAMPLES = 5
 SMOOTHING = 0.95
 
 
@@ -63,6 +71,11 @@ class NoiseScale:
 
     Across ranks: all call :meth:`add` with the same reduced numbers, so all hold the same estimate.
 
+    Args:
+        smoothing: weight of what is known, for each sample that comes.
+        ignored: samples after which there is an estimate. The first of them, ``SETTLING_SAMPLES`` at most, are not in
+            it: those of a network that has hardly been trained.
+
     Example:
         >>> estimate = NoiseScale(ignored=0)
         >>> estimate.add(small_batch=1, small_squared=3.0, large_batch=2, large_squared=2.0)
@@ -76,37 +89,66 @@ class NoiseScale:
         self.samples = 0
         self.signal = 0.0
         self.noise = 0.0
+        self._weight = self._squared_weight = self._spread = 0.0
 
     def add(self, small_batch: float, small_squared: float, large_batch: float, large_squared: float) -> None:
         """Take a pair of squared norms, the small one a mean over ranks. What is not finite is left out."""
         if large_batch <= small_batch or not math.isfinite(small_squared + large_squared):
             return
         self.samples += 1
-        if self.samples <= self.ignored:
+        if self.samples <= min(self.ignored, SETTLING_SAMPLES):
             return
         signal = (large_batch * large_squared - small_batch * small_squared) / (large_batch - small_batch)
         noise = (small_squared - large_squared) / (1 / small_batch - 1 / large_batch)
-        share = 1.0 - self.smoothing if self.samples > self.ignored + 1 else 1.0
-        self.signal += share * (signal - self.signal)
+        self._weight = self.smoothing * self._weight + 1.0
+        self._squared_weight = self.smoothing**2 * self._squared_weight + 1.0
+        share, before = 1.0 / self._weight, self.signal
+        self.signal += share * (signal - before)
         self.noise += share * (noise - self.noise)
+        self._spread += share * ((signal - before) * (signal - self.signal) - self._spread)
 
     @property
     def value(self) -> float | None:
         """The noise scale in samples; ``None`` before there is an estimate, infinite where no signal is left."""
+        return self._scale(self.signal)
+
+    @property
+    def cautious(self) -> float | None:
+        """The same with the signal one standard error larger, so smaller: what merging is allowed by."""
+        return self._scale(self.signal + self.error)
+
+    @property
+    def error(self) -> float:
+        """Standard error of the smoothed signal."""
+        if not self._weight:
+            return 0.0
+        return math.sqrt(max(self._spread, 0.0) * self._squared_weight) / self._weight
+
+    def _scale(self, signal: float) -> float | None:
         if self.samples <= self.ignored:
             return None
         if self.noise <= 0:
             return 0.0
-        return self.noise / self.signal if self.signal > 0 else math.inf
+        return self.noise / signal if signal > 0 else math.inf
 
     def state_dict(self) -> dict[str, float]:
         """The smoothed numbers."""
-        return {"samples": self.samples, "signal": self.signal, "noise": self.noise}
+        return {
+            "samples": self.samples,
+            "signal": self.signal,
+            "noise": self.noise,
+            "weight": self._weight,
+            "squared_weight": self._squared_weight,
+            "spread": self._spread,
+        }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take back what :meth:`state_dict` gave."""
+        """Take back what :meth:`state_dict` gave; without weights, what is given counts as settled and exact."""
         self.samples = int(state["samples"])
         self.signal, self.noise = float(state["signal"]), float(state["noise"])
+        self._weight = float(state.get("weight", 1.0 / (1.0 - self.smoothing)))
+        self._squared_weight = float(state.get("squared_weight", 1.0 / (1.0 - self.smoothing**2)))
+        self._spread = float(state.get("spread", 0.0))
 
 
 def folded_normal_mean(mean: float, deviation: float) -> float:
@@ -160,27 +202,41 @@ def walk_ratio(
     return plain / walk(start, drift, deviation, merged, gains, steps)
 
 
-def largest_curvature(momentum: float, delayed: bool, nesterov: bool = False) -> float:
+def largest_curvature(momentum: float, delayed: bool, nesterov: bool = False, spike: bool = False) -> float:
     """Learning rate times curvature up to which gradient descent is stable on a quadratic.
+
+    Args:
+        momentum: of the optimizer.
+        delayed: gradients come one update late.
+        nesterov: the optimizer's momentum is Nesterov's, as torch has it.
+        spike: late gradients are weighted by :func:`~crossover.schedulers.spike.spike_weights`.
 
     Example:
         >>> largest_curvature(0.9, delayed=False), round(largest_curvature(0.9, delayed=True), 3)
         (3.8, 0.1)
+        >>> round(largest_curvature(0.9, delayed=True, spike=True), 3)
+        0.299
     """
-    if not nesterov:
+    if delayed and spike:
+        weights = spike_weights(momentum)
+    elif nesterov:
+        weights = (momentum, 1.0)
+    else:
         return 1.0 - momentum if delayed else 2.0 * (1.0 + momentum)
-    return _bisect(lambda product: _nesterov_radius(product, momentum, delayed) < 1.0)
+    return _bisect(lambda product: _radius(product, momentum, weights, delayed) < 1.0)
 
 
-def _nesterov_radius(product: float, momentum: float, delayed: bool) -> float:
-    """Spectral radius of torch's Nesterov momentum on a quadratic with this learning rate times curvature."""
-    # w' = w - product * ((1 + m) x - m x_before) + m (w - w_before), x the weights the gradient was taken at
-    update = [product * (1 + momentum), -product * momentum]
+def _radius(product: float, momentum: float, weights: tuple[float, float], delayed: bool) -> float:
+    """Spectral radius of momentum on a quadratic with this learning rate times curvature.
+
+    An update is so much of the momentum buffer and so much of the gradient by itself, as ``weights`` say.
+    """
+    of_buffer, of_gradient = weights
     polynomial = np.zeros(4 if delayed else 3)
     polynomial[:3] += [1.0, -(1 + momentum), momentum]
     place = 2 if delayed else 1
-    polynomial[place] += update[0]
-    polynomial[place + 1] += update[1]
+    polynomial[place] += product * (of_buffer + of_gradient)
+    polynomial[place + 1] -= product * of_gradient * momentum
     return float(np.abs(np.roots(polynomial)).max())
 
 
@@ -197,16 +253,19 @@ class Candidate:
     """A way to schedule, with what it promises.
 
     Attributes:
-        name: ``"synchronous"`` or the capacity factor, for the log.
-        capacity: factor on both windows, numerator and denominator; ``None`` for the synchronous schedule.
+        name: ``"synchronous"`` or what it may do, for the log.
+        limits: what its plan may do; ``None`` for the synchronous schedule.
         step_ticks: mean time of a step.
         efficiency: progress per sample, 1 for an update a step.
     """
 
     name: str
-    capacity: tuple[int, int] | None
+    limits: Limits | None
     step_ticks: float
     efficiency: float
+
+    def __str__(self) -> str:
+        return f"{self.step_ticks:.0f} us at efficiency {self.efficiency:.3f}"
 
     @property
     def cost(self) -> float:
@@ -223,7 +282,7 @@ def choose(candidates: Sequence[Candidate], tolerance: float, least_gain: float 
         least_gain: what a delay has to save in time at least, as a part of the synchronous step.
 
     Example:
-        >>> sync, delayed = Candidate("synchronous", None, 200, 1.0), Candidate("1", (1, 1), 120, 0.995)
+        >>> sync, delayed = Candidate("synchronous", None, 200, 1.0), Candidate("1", Limits(), 120, 0.995)
         >>> choose([sync, delayed], tolerance=0.01).name, choose([sync, delayed], tolerance=0.001).name
         ('1', 'synchronous')
     """

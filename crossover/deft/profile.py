@@ -29,6 +29,8 @@ class Profile:
         links: name of each link, the fast one first.
         size: ranks of the job.
         steps: training steps that were measured.
+        noise_scale: gradient noise scale in batches of one rank, estimated cautiously; ``None``: not known.
+        significance: SelSync's relative change of the gradient's norm, by rank and step; empty where not watched.
 
     Raises:
         ValueError: numbers of entries differ.
@@ -47,6 +49,8 @@ class Profile:
     links: tuple[str, ...]
     size: int = 1
     steps: int = 0
+    noise_scale: float | None = None
+    significance: tuple[tuple[float | None, ...], ...] = ()
 
     def __post_init__(self) -> None:
         self.times()
@@ -87,6 +91,7 @@ class Profile:
             rows = ("forward_us", "backward_us", "nbytes", "links")
             fields: dict[str, Any] = {key: tuple(entry) if key in rows else entry for key, entry in value.items()}
             fields["reduce_us"] = tuple(map(tuple, value["reduce_us"]))
+            fields["significance"] = tuple(map(tuple, value.get("significance", ())))
             return cls(**fields)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(

@@ -20,6 +20,7 @@ from crossover.deft.profile import Profile
 from crossover.deft.scout import Scout
 from crossover.deft.sender import Sender
 from crossover.deft.survey import Survey
+from crossover.deft.travel import MeasuredTravel
 from crossover.reduction import Reduction
 from crossover.schedulers.delayed import DelayedSchedule
 from crossover.schedulers.generations import Generation, Remark
@@ -40,8 +41,13 @@ class DeFT(DelayedSchedule):
     Across ranks: the same transfers in the same order, equal parameters after every step. Evaluate and save within
     ``optimizer.flushed()``, which applies what is on its way.
 
+    With a gate every step is local, and the parameters that it shares travel under as many steps as their all-reduce
+    takes by measurement, ``most_merged`` at most, over the first link; ``warmup_steps`` and ``replan_steps`` count as
+    ever. What concerns gradients alone (``merge``, ``preserver``, ``compensation``, ...) has no effect then.
+
     Args:
-        profile: one that was saved, instead of measuring. It has to fit the model's buckets.
+        profile: one that was saved, instead of measuring. It has to fit the model's buckets. It holds until steps take
+            longer than planned from it.
         warmup_steps: synchronous steps at the start. OD-SGD uses 200; a learning-rate warm-up should lie within.
         profile_steps: the last of these, which are measured; fewer if ``warmup_steps`` are fewer.
         merge: what becomes of merged steps: ``"gain"`` (mean gradient, learning rate times :meth:`gain`), ``"mean"``,
@@ -57,6 +63,8 @@ class DeFT(DelayedSchedule):
             another backend; ``"auto"`` is ``$CROSSOVER_SECOND_IFACE``, ``None`` none. Used if measurement says so.
         bucket_bytes: size at which buckets are closed; by default as small as the network's latency allows.
         compensation: strength of the correction of late gradients for moved weights, 0 for none.
+        spike_compensation: momentum of SGD, Adam and AdamW weights late gradients so that larger learning rates are
+            stable (:mod:`crossover.schedulers.spike`).
         grad_scaler: the ``GradScaler`` that steps this optimizer; found by itself during warm-up.
         before_flushed_step: called with the parameters before each update that ``flush()`` applies: clip there.
 
@@ -90,10 +98,11 @@ class DeFT(DelayedSchedule):
         second_link: str | None = "auto",
         bucket_bytes: int | None = None,
         compensation: float = 0.0,
+        spike_compensation: bool = True,
         grad_scaler: Any = None,
         before_flushed_step: Callable[[list[Tensor]], object] | None = None,
     ) -> None:
-        super().__init__(merge, compensation, grad_scaler, before_flushed_step)
+        super().__init__(merge, compensation, grad_scaler, before_flushed_step, spike_compensation)
         counts = {"warmup_steps": warmup_steps, "profile_steps": profile_steps, "replan_steps": replan_steps}
         for name, value in {**counts, "bucket_bytes": 1 if bucket_bytes is None else bucket_bytes}.items():
             if not isinstance(value, int) or value < 1:
@@ -145,7 +154,22 @@ class DeFT(DelayedSchedule):
         """Factor on the learning rate for ``steps`` merged steps: by the noise scale, and the root of it for Adam."""
         if any("betas" in group for group in self.optimizer.param_groups):
             return super().gain(steps)
-        return gain(steps, self.reduction.communicator.size, self.course.pilot.noise.value)
+        return gain(steps, self.reduction.communicator.size, self.course.pilot.noise.cautious)
+
+    def travel(self) -> MeasuredTravel:
+        """See :meth:`DelayedSchedule.travel`: under as many steps as they need, after ``warmup_steps`` that wait."""
+        course = self.course
+        return MeasuredTravel(
+            self.reduction,
+            self._scout.cost,
+            warmup_steps=self.warmup_steps,
+            profile_steps=course.profile_steps,
+            replan_steps=course.replan_steps,
+            most=course.pilot.limits.most_merged,
+            on_gpu=self._scout.device.type == "cuda",
+            log=course.pilot.log,
+            given=self._given,
+        )
 
     # -- attaching ---------------------------------------------------------------------------------------------------
 
@@ -177,6 +201,7 @@ class DeFT(DelayedSchedule):
         if known:
             self.course.follow(None)
             self.course.decide_at = self.course.steps + max(self.course.profile_steps + 2, 3)
+            self.course.stale = True
             self.course.pilot.log(self.course.steps, "synchronous: the model has other parameters now")
         if not self._began:  # else a checkpoint said how to go on
             self._begin(catch_up(QueueState(), len(self.generations.pieces)), first_bucket=known)
@@ -250,6 +275,7 @@ class DeFT(DelayedSchedule):
         name = f"{self.reduction.name}.deft.pace"
         if self._drift.step(self.reduction.communicator, name, course.promised_us):
             numbers = {"measured_us": self._drift.measured_us, "promised_us": course.promised_us}
+            self._given = None
             course.measure_soon("steps take longer than planned: measuring again", **numbers)
 
     def _decide(self) -> None:
@@ -260,7 +286,7 @@ class DeFT(DelayedSchedule):
         if not self.delayed:
             self._scout.time_links(name, lambda action, **numbers: pilot.log(steps, action, **numbers))
         profile = self._survey.result(self.generations.pieces, self.buckets, self._scout.cost, self._scout.slow)
-        given, self._given = self._given, None
+        given = self._given
         if given is not None and self._fits(given):
             profile = given.on_links(len(self._scout.links))
         if not all(communicator.all_gather_object(self.suits, name=f"{name}.suits")):
@@ -279,7 +305,8 @@ class DeFT(DelayedSchedule):
         if self.delayed and not was_delayed:
             self.loss_scale.require_known()
             self._delayed_updates = 0
-            self.course.pilot.warn_of_momentum(self.course.steps, self.optimizer.param_groups)
+            spike = self.spike.knows(self.optimizer)
+            self.course.pilot.warn_of_momentum(self.course.steps, self.optimizer.param_groups, spike)
 
     def _fits(self, profile: Profile) -> bool:
         given, have = len(profile.nbytes), len(self.generations.pieces)

@@ -19,6 +19,8 @@ from crossover.schedulers.generations import Generation, Generations, Remark
 from crossover.schedulers.learning_rate import LearningRateGain
 from crossover.schedulers.loss_scale import LossScale
 from crossover.schedulers.schedule import Schedule
+from crossover.schedulers.spike import SpikeCompensation
+from crossover.schedulers.travel import Travel
 
 MERGES = ("gain", "mean", "sum")
 
@@ -33,6 +35,7 @@ class DelayedSchedule(Schedule):
         grad_scaler: the ``GradScaler`` of the training loop, if there is one.
         before_flushed_step: called with the parameters before each update that ``flush()`` applies, when gradients are
             unscaled: the place to clip them as the training loop does.
+        spike_compensation: momentum is made stable for late gradients, see :mod:`crossover.schedulers.spike`.
 
     Attributes:
         generations: what travels.
@@ -47,6 +50,7 @@ class DelayedSchedule(Schedule):
         compensation: float = 0.0,
         grad_scaler: Any = None,
         before_flushed_step: Callable[[list[Tensor]], object] | None = None,
+        spike_compensation: bool = False,
     ) -> None:
         if merge not in MERGES:
             raise ValueError(f"merge: is {merge!r}; use one of {', '.join(MERGES)}")
@@ -54,6 +58,7 @@ class DelayedSchedule(Schedule):
             raise ValueError(f"compensation: is {compensation!r}; give 0 for none, or a small number such as 0.04")
         self.merge = merge
         self.compensation = Compensation(compensation)
+        self.spike = SpikeCompensation(spike_compensation)
         self.loss_scale = LossScale(grad_scaler)
         self.before_flushed_step = before_flushed_step
         self.updates = self.dropped = self.unstepped = 0
@@ -97,6 +102,10 @@ class DelayedSchedule(Schedule):
         away; a late one would come in the place of the next, and be applied.
         """
         return self.unstepped * 10 <= self.updates
+
+    @abstractmethod
+    def travel(self) -> Travel:
+        """With a gate, averages of parameters travel and gradients do not: under how many steps. Once attached."""
 
     def gain(self, steps: int) -> float:
         """Factor on the learning rate for a generation of ``steps`` steps: the square root."""
@@ -209,6 +218,8 @@ class DelayedSchedule(Schedule):
 
     def stepped(self) -> None:
         """The user's optimizer has stepped."""
+        if self._due is not None and self._due.late:
+            self.spike.complete(self.optimizer)  # with the learning rate of this one step
         self._rate.restore()
         self._awaits_step = False
         if self._due is not None:
@@ -260,6 +271,8 @@ class DelayedSchedule(Schedule):
         self.compensation.remember(parameters)
         self._rate.apply(self.optimizer, self._factor(generation))
         step_subset(self.optimizer, parameters, [])
+        if generation.late:
+            self.spike.complete(self.optimizer)
         self._rate.restore()
         self.updates += 1
 

@@ -9,13 +9,15 @@ from torch import Tensor
 
 from crossover.buckets import Bucket
 from crossover.schedulers.delayed import DelayedSchedule
+from crossover.schedulers.travel import FixedTravel
 
 
 class FifoDelayed(DelayedSchedule):
     """Every ``merged`` steps what has accumulated so far is sent, all at once, and applied ``merged`` steps later.
 
     Nothing is measured or planned: the number of steps that are merged is fixed, buckets are sent in the order in which
-    they became ready, over one link. The first steps are synchronous.
+    they became ready, over one link. The first steps are synchronous. With a gate it is parameters that travel, when
+    the gate says so, under ``merged`` steps.
 
     Across ranks: equal parameters after each step. Evaluate and save within ``optimizer.flushed()``.
 
@@ -54,6 +56,10 @@ class FifoDelayed(DelayedSchedule):
         self.merged = merged
         self.warmup_steps = warmup_steps
         self.passes = 0
+
+    def travel(self) -> FixedTravel:
+        """See :meth:`DelayedSchedule.travel`: under ``merged`` steps, after ``warmup_steps`` that wait."""
+        return FixedTravel(self.merged, self.warmup_steps)
 
     def ready(self, bucket: Bucket) -> None:
         """Send it at once if it is to be applied in this step."""

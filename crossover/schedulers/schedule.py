@@ -18,8 +18,8 @@ class Schedule(ABC):
 
     The optimizer calls the methods below in the same order on every rank: ``layout`` whenever the buckets were
     (re)built, then for each shared backward pass ``ready`` once per bucket in launch order, ``finish`` when backward
-    ends, and ``stepped`` after the user's optimizer has stepped. A schedule must start the same collectives in the
-    same order on every rank: it may not look at the clock, at queue lengths or at local values.
+    ends, ``revise``, and ``stepped`` after the user's optimizer has stepped. A schedule must start the same
+    collectives in the same order on every rank: it may not look at the clock, at queue lengths or at local values.
 
     One schedule object serves one optimizer.
     """
@@ -53,6 +53,16 @@ class Schedule(ABC):
         through :meth:`ready` and :meth:`finish` then and may be in flight; the new ones follow.
         """
         self.buckets = buckets
+
+    def expect_layout(self) -> None:
+        """Buckets are about to be made for the first time: the last moment to say of what size. Collective."""
+
+    def revise(self) -> bool:
+        """A shared pass has ended. Whether all buckets are to be made anew, so that :meth:`layout` follows at once.
+
+        Only where nothing is in flight. What is due in ``p.grad`` stays due. Collective.
+        """
+        return False
 
     def prepare(self, bucket: Bucket) -> None:
         """The buffer of ``bucket`` is about to be written to: nothing of it may be in flight any more."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from crossover.accounted import AccountedReduction
-from crossover.comm.communicator import ReduceOp
+from crossover.comm.communicator import Communicator, ReduceOp
 from crossover.reduction import Reduction
 
 CAP_BYTES = 25 << 20
@@ -62,55 +62,84 @@ class Averager:
             stand_in: this rank has no data left: it adds nothing, and takes the average of the others.
             measure_drift: compute :attr:`Averaged.drift`, at the price of one more pass over the parameters.
         """
-        packs = [_Pack(self._reduction, tensors) for tensors in [*_packs(parameters), *_packs(others)]]
-        measured = len(_packs(parameters)) if measure_drift else 0
+        first, rest = pack_up(parameters), pack_up(others)
+        packs = [Pack(tensors, self._buffers.get(number)) for number, tensors in enumerate([*first, *rest])]
+        measured = len(first) if measure_drift else 0
         for number, pack in enumerate(packs):
-            self._buffers[number] = pack.send(self._buffers.get(number), number, stand_in)
+            self._buffers[number] = pack.buffer
+            pack.fill(stand_in)
+            pack.send(self._reduction, f"average{number}")
         squares = sum(pack.take(stand_in, number < measured) for number, pack in enumerate(packs))
-        nbytes = sum(buffer.numel() * buffer.element_size() for buffer in list(self._buffers.values())[: len(packs)])
+        nbytes = sum(pack.buffer.numel() * pack.buffer.element_size() for pack in packs)
         return Averaged(nbytes, len(packs), squares**0.5 if measure_drift else None)
 
+    def release(self) -> None:
+        """Keep no memory until the next average."""
+        self._buffers.clear()
 
-class _Pack:
-    """Tensors of one kind that travel together, behind them one element by which ranks that add something count."""
 
-    def __init__(self, reduction: Reduction, tensors: Sequence[Tensor]) -> None:
-        self._reduction = reduction
-        self._tensors = [_real(tensor) for tensor in tensors]
+class Pack:
+    """Tensors of one kind that travel together, behind them one element by which ranks that add something count.
+
+    Args:
+        tensors: of one dtype and device.
+        buffer: where they travel, if it fits; else new memory is taken.
+
+    Attributes:
+        buffer: where they travel.
+        parts: places in it, with the tensors' shapes.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], buffer: Tensor | None = None) -> None:
+        self._tensors = [as_real(tensor) for tensor in tensors]
         self._average = tensors[0].is_floating_point() or tensors[0].is_complex()
-
-    def send(self, buffer: Tensor | None, number: int, stand_in: bool) -> Tensor:
-        """Start the all-reduce in ``buffer``, or in a new one where that does not fit; returns the one used."""
         first, size = self._tensors[0], sum(tensor.numel() for tensor in self._tensors) + 1
         dtype = _WIDER.get(first.dtype, first.dtype)
         if buffer is None or (buffer.numel(), buffer.dtype, buffer.device) != (size, dtype, first.device):
             buffer = torch.empty(size, dtype=dtype, device=first.device)
-        self._parts = _parts(buffer, self._tensors)
+        self.buffer = buffer
+        self.parts = _parts(buffer, self._tensors)
+
+    def fill(self, stand_in: bool) -> None:
+        """Put into the buffer what this rank adds: its tensors, or nothing."""
         if stand_in:
-            buffer.fill_(0 if self._average else torch.iinfo(dtype).min)
+            self.buffer.fill_(0 if self._average else torch.iinfo(self.buffer.dtype).min)
         else:
-            torch._foreach_copy_(self._parts, self._tensors)
-            buffer[-1:].fill_(1)
+            torch._foreach_copy_(self.parts, self._tensors)
+            self.buffer[-1:].fill_(1)
+
+    def send(self, reduction: Reduction, name: str, link: Communicator | None = None) -> None:
+        """Start the all-reduce, over ``link`` if that is given; see :class:`AccountedReduction`."""
         op = ReduceOp.SUM if self._average else ReduceOp.MAX
-        self._work = AccountedReduction(self._reduction, buffer, op, name=f"average{number}")
-        return buffer
+        self._work = AccountedReduction(reduction, self.buffer, op, name=name, link=link)
+
+    def arrive(self, stand_in: bool) -> bool:
+        """Wait, and leave the average in the buffer. Whether there is one: not where all ranks stand in."""
+        buffer = self._work.wait()
+        if stand_in and buffer[-1] < 1:
+            return False
+        if self._average:
+            buffer[:-1].div_(buffer[-1:])
+        return True
+
+    @property
+    def span_ns(self) -> tuple[int, int]:
+        """When it was sent and when it was through, ``perf_counter`` nanoseconds; 0 where the backend did not tell."""
+        return self._work.started_ns, self._work.completed_ns
 
     def take(self, stand_in: bool, measure_drift: bool) -> float:
         """Wait, and overwrite the tensors; the square of how far they were from the average, if asked for."""
-        buffer = self._work.wait()
-        if stand_in and buffer[-1] < 1:
-            return 0.0  # all ranks stand in: nothing was added
-        if self._average:
-            buffer[:-1].div_(buffer[-1:])
+        if not self.arrive(stand_in):
+            return 0.0
         squares = 0.0
         if measure_drift:
-            wide = [tensor.to(buffer.dtype) for tensor in self._tensors]
-            squares = float(torch.stack(torch._foreach_norm(torch._foreach_sub(wide, self._parts))).square().sum())
-        torch._foreach_copy_(self._tensors, self._parts)
+            wide = [tensor.to(self.buffer.dtype) for tensor in self._tensors]
+            squares = float(torch.stack(torch._foreach_norm(torch._foreach_sub(wide, self.parts))).square().sum())
+        torch._foreach_copy_(self._tensors, self.parts)
         return squares
 
 
-def _packs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def pack_up(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Tensors that travel together: of one kind, up to a size."""
     packs: list[list[Tensor]] = []
     opened: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
@@ -127,7 +156,7 @@ def _packs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return packs
 
 
-def _real(tensor: Tensor) -> Tensor:
+def as_real(tensor: Tensor) -> Tensor:
     """The same memory as real numbers or bytes; any shape, as only corresponding elements meet."""
     values = tensor.detach()
     if values.is_complex():

@@ -27,7 +27,9 @@ class Gate(ABC):
 
     One small all-reduce a step carries all ranks' opinions beside the optimizer's step, so every rank takes the same
     decision. Between two shared steps each rank trains by itself, and replicas differ: evaluate and save within
-    ``optimizer.flushed()``. One gate object serves one optimizer; with one rank it is ignored.
+    ``optimizer.flushed()``. One gate object serves one optimizer; with one rank it is ignored. With a schedule of late
+    updates an average travels while ranks train on, and lands some steps later: see
+    :mod:`crossover.selsync.late_synchronizer`.
 
     Args:
         average: what sharing averages: ``"parameters"`` after the step, which makes ranks equal again, or

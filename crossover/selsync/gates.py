@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -144,12 +144,20 @@ class Periodic(Gate):
         return {**super().settings(), "every": self.every, "warmup_steps": self.warmup_steps}
 
 
+_BY_NAME: dict[str, Callable[[], Gate]] = {}
+
+
+def register_gate(name: str, make: Callable[[], Gate]) -> None:
+    """Let :func:`gate_of` know a gate by ``name``; for parts that stand above this one."""
+    _BY_NAME[name] = make
+
+
 def gate_of(choice: Gate | str | None) -> Gate | None:
     """The gate itself, or a new one by name.
 
     Args:
         choice: a gate, ``None``, or ``"selsync"``, ``"selsync:0.3"`` (delta), ``"periodic:8"``, ``"periodic:8:100"``
-            (every, warm-up steps), ``"none"``.
+            (every, warm-up steps), ``"none"``, or a name that was registered, such as ``"auto"``.
 
     Raises:
         ValueError: neither a gate nor such a name.
@@ -168,9 +176,10 @@ def gate_of(choice: Gate | str | None) -> Gate | None:
             pass
         except ValueError as error:
             raise ValueError(f"gate: is {choice!r}; {error}") from error
+    others = "".join(f"{name!r}, " for name in sorted(_BY_NAME))
     raise ValueError(
-        f"gate: is {choice!r}; use 'selsync', 'selsync:DELTA', 'periodic:EVERY', 'periodic:EVERY:WARMUP', or an object "
-        "such as crossover.selsync.SelSync(delta=0.3)"
+        f"gate: is {choice!r}; use {others}'selsync', 'selsync:DELTA', 'periodic:EVERY', 'periodic:EVERY:WARMUP', or "
+        "an object such as crossover.selsync.SelSync(delta=0.3)"
     )
 
 
@@ -181,4 +190,6 @@ def _by_name(name: str, numbers: Sequence[str]) -> Gate | None:
         return Periodic(*(int(number) for number in numbers))
     if name in ("none", "") and not numbers:
         return None
+    if name in _BY_NAME and not numbers:
+        return _BY_NAME[name]()
     raise KeyError(name)

@@ -69,7 +69,7 @@ class Synchronizer:
             restored: whether this rank has loaded a state.
         """
         self._make_up_for_skipped_step()
-        if not self.gate.votes_now():
+        if not self._votes_now():
             self._pending = Decision(shared=False, voted=False)
             return
         facts: dict[Field, int | Tensor] = {Field.ABSENT: 1}
@@ -97,8 +97,8 @@ class Synchronizer:
             measure_drift: see :meth:`Averager.run`.
         """
         decision = self.decide()
-        if stand_in and decision.unusable and self.gate.scales and not self._skips_within_step:
-            return None  # the others skip this step
+        if self._skipped_by_others(stand_in):
+            return None
         self.last, self._pending = decision, None
         averaged = None
         if decision.shared and self.gate.average == "parameters":
@@ -121,6 +121,10 @@ class Synchronizer:
         self._average({Field.FLUSHING: 1, Field.APART: self.gate.apart or stand_in}, stand_in)
         self.gate.since_shared = 0
         self.gate.apart = False
+
+    def _votes_now(self) -> bool:
+        """Whether ranks vote in this step; the same on all of them."""
+        return self.gate.votes_now()
 
     def _make_up_for_skipped_step(self) -> None:
         """The step decided on before was not taken: a ``GradScaler`` skipped it everywhere, or else ranks differ now.
@@ -163,7 +167,10 @@ class Synchronizer:
         if not same_everywhere(counts[Field.LAYOUT], counts[Field.LAYOUT_SQUARED], communicator.size):
             held = communicator.all_gather_object(list(states), name=f"{self._reduction.name}.state")
             states = {entry: states[entry] for entry in states if all(entry in entries for entries in held)}
-        others = [*self.gate.buffers, *states.values()]
+        return self._run([*self.gate.buffers, *states.values()], stand_in, measure_drift)
+
+    def _run(self, others: Sequence[Tensor], stand_in: bool, measure_drift: bool) -> Averaged:
+        """Average parameters and ``others``."""
         return self._averager.run(self._parameters(), others, stand_in=stand_in, measure_drift=measure_drift)
 
     def _state(self) -> dict[Entry, Tensor]:
@@ -175,6 +182,10 @@ class Synchronizer:
             for key, value in sorted(state.get(parameter, {}).items(), key=lambda item: str(item[0]))
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
         }
+
+    def _skipped_by_others(self, stand_in: bool) -> bool:
+        """Whether this rank only stands in for a step that a ``GradScaler`` has the others skip."""
+        return stand_in and self.gate.scales and not self._skips_within_step and self.decide().unusable > 0
 
     @property
     def _skips_within_step(self) -> bool:

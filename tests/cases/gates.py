@@ -4,7 +4,7 @@
 
 runs a situation on this rank with the library, and beside it, in the same process and with bare optimizers, what all
 ranks have to come to: each does the same by itself, and where the script says so they take the average of their
-parameters. With two ranks both are equal bit for bit after every step.
+parameters, in the late mode two steps later. With two ranks both are equal bit for bit after every step.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ MODES: dict[str, list[list[int]]] = {
     "gate-shut": [[]],
     "gate-mixed": [[], [1], [], [0, 1], []],
 }
+LATE = "gate-late"
+LATE_SCRIPT: list[list[int]] = [[], [1], [], [], [0]]  # asked for when none is on its way
+STEPS_UNDER_WAY = 2
 Loop = Callable[[nn.Module, Any, int, int], None]
 
 
@@ -54,27 +57,52 @@ def parameters(model: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def expected(situation: Situation, script: Sequence[Sequence[int]]) -> list[list[list[Tensor]]]:
+def script_of(mode: str) -> list[list[int]]:
+    """Which ranks want to share in each step."""
+    return LATE_SCRIPT if mode == LATE else MODES[mode]
+
+
+def options_of(mode: str) -> dict[str, Any]:
+    """What the mode asks of ``DistributedOptimizer`` beside its gate."""
+    return {"schedule": xo.schedulers.FifoDelayed(merged=STEPS_UNDER_WAY)} if mode == LATE else {}
+
+
+def expected(situation: Situation, mode: str) -> list[list[list[Tensor]]]:
     """For each step and rank the parameters, worked out without the library."""
     models = [situation.model() for _ in range(xo.size())]
     optimizers = [situation.build(model) for model in models]
-    after = []
+    after, script = [], script_of(mode)
+    on_way: list[list[Tensor]] = []
     for step in range(situation.steps):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             situation.loop(model, optimizer, rank, step)
-        if script[step % len(script)]:
+        if on_way and script[(step - STEPS_UNDER_WAY) % len(script)]:
+            land(models, on_way)
+            on_way = []
+        if script[step % len(script)] and mode == LATE:
+            on_way = [parameters(model) for model in models]
+        elif script[step % len(script)]:
             average_in_place([list(model.parameters()) for model in models])
         after.append([parameters(model) for model in models])
     return after
 
 
+@torch.no_grad()
+def land(models: Sequence[nn.Module], sent: list[list[Tensor]]) -> None:
+    """Add what the average of what was sent is away from it to the parameters as they are now."""
+    averages = [[tensor.clone() for tensor in tensors] for tensors in sent]
+    average_in_place(averages)
+    for model, average, snapshot in zip(models, averages, sent, strict=True):
+        for parameter, mean, then in zip(model.parameters(), average, snapshot, strict=True):
+            parameter.add_(mean - then)
+
+
 def train(situation: Situation, mode: str, name: str = "") -> Scripted:
     """Run it with the library, and require every step to be as expected. Collective."""
-    script = MODES[mode]
-    wanted = expected(situation, script)
-    gate = Scripted(script)
+    wanted = expected(situation, mode)
+    gate = Scripted(script_of(mode))
     model = situation.model()
-    job = invariants.Job(model, situation.build(model), gate=gate, **situation.options)
+    job = invariants.Job(model, situation.build(model), gate=gate, **situation.options, **options_of(mode))
     for step in range(situation.steps):
         situation.loop(model, job.optimizer, xo.rank(), step)
         for number, (found, value) in enumerate(zip(model.parameters(), wanted[step][xo.rank()], strict=True)):

@@ -33,6 +33,7 @@ def make_schedule(kind: str, **options: Any) -> Schedule:
         bucket_bytes=100,
         ramp_updates=0,
         merge="mean",
+        spike_compensation=False,
         **options,
     )
 

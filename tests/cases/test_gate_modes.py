@@ -20,13 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 import crossover as xo
 from tests.cases import invariants
-from tests.cases.gates import MODES, Situation, train
+from tests.cases.gates import LATE, MODES, Situation, options_of, script_of, train
 from tests.harness import run_ranks
 from tests.selsync.local_steps import Scripted, backward, one_thread, several
 from tests.training import adam, adamw_three_groups, batch, flat, make_model, sgd
 
 ENV = {"CROSSOVER_TIMEOUT": "10"}
 EACH_MODE = [(mode,) for mode in MODES]
+WITH_LATE = [*EACH_MODE, (LATE,)]
 
 
 def clipped(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
@@ -193,14 +194,16 @@ def go_through(mode: str) -> None:
 
 
 def test_situations() -> None:
-    run_ranks(several, 2, go_through, EACH_MODE, env=ENV, timeout=100)
+    run_ranks(several, 2, go_through, WITH_LATE, env=ENV, timeout=100)
 
 
 def step_after_each_pass(mode: str) -> list[str]:
     """Situation 8: a window of four passes, and a step after each of them."""
     invariants.start()
     model = make_model()
-    job = invariants.Job(model, sgd(model), gate=Scripted(MODES[mode]), backward_passes_per_step=4)
+    job = invariants.Job(
+        model, sgd(model), gate=Scripted(script_of(mode)), backward_passes_per_step=4, **options_of(mode)
+    )
     with invariants.warnings_of_the_library() as warnings:
         for step in range(3):
             each_pass(model, job.optimizer, xo.rank(), step)
@@ -209,8 +212,8 @@ def step_after_each_pass(mode: str) -> list[str]:
 
 
 def test_step_after_each_pass() -> None:
-    first, second = run_ranks(several, 2, step_after_each_pass, EACH_MODE, env=ENV)
-    assert [len(warnings) for warnings in first] == [1] * len(MODES)
+    first, second = run_ranks(several, 2, step_after_each_pass, WITH_LATE, env=ENV)
+    assert [len(warnings) for warnings in first] == [1] * len(WITH_LATE)
     assert all("backward_passes_per_step" in warning for [warning] in first)
     assert not any(second)
 
@@ -221,7 +224,10 @@ def two_optimizers(mode: str) -> None:
     generator, critic = make_model(1), nn.Linear(3, 1).double()
     nn.init.constant_(critic.weight, 0.1)
     nn.init.zeros_(critic.bias)
-    jobs = [invariants.Job(model, sgd(model), gate=Scripted(MODES[mode])) for model in (generator, critic)]
+    jobs = [
+        invariants.Job(model, sgd(model), gate=Scripted(script_of(mode)), **options_of(mode))
+        for model in (generator, critic)
+    ]
     for step in range(8):
         features, targets = batch(xo.rank(), step)
         for _ in range(2):
@@ -237,7 +243,7 @@ def two_optimizers(mode: str) -> None:
 
 
 def test_two_optimizers() -> None:
-    run_ranks(several, 2, two_optimizers, EACH_MODE, env=ENV)
+    run_ranks(several, 2, two_optimizers, WITH_LATE, env=ENV)
 
 
 BATCHES = (9, 6)

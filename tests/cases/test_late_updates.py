@@ -84,7 +84,7 @@ class Skipping(Delayed):
             self.bad.append(self.accumulating)
         super().step(step, decision)
 
-    def update(self, generation: list[list[Tensor]], clip: bool = True) -> None:
+    def update(self, generation: list[list[Tensor]], clip: bool = True, late: bool = False) -> None:
         if not any(generation is bad for bad in self.bad):
             super().update(generation, clip)
 

@@ -53,12 +53,14 @@ class Delayed:
         ranks: Sequence[int],
         gain: Callable[[int], float],
         clip: float | None = None,
+        spike: bool = False,
     ) -> None:
         self.model = make_model()
         self.optimizer = make_optimizer(self.model)
         self.ranks = ranks
         self.gain = gain
         self.clip = clip
+        self.spike = spike
         self.updates = 0
         self.accumulating: list[list[Tensor]] = []
         self.current: list[list[Tensor]] | None = None
@@ -82,20 +84,20 @@ class Delayed:
             self.update(closed)
         elif decision.apply == 2:
             assert self.current is not None
-            self.update([*self.current, *closed])
+            self.update([*self.current, *closed], late=True)
             self.current = None
         else:
             due, self.current = self.current, closed
             if due is not None:
-                self.update(due)
+                self.update(due, late=True)
 
     def flush(self) -> None:
-        for generation in (self.current, self.accumulating):
+        for generation, late in ((self.current, True), (self.accumulating, False)):
             if generation:
-                self.update(generation, clip=False)
+                self.update(generation, clip=False, late=late)
         self.current, self.accumulating = None, []
 
-    def update(self, generation: list[list[Tensor]], clip: bool = True) -> None:
+    def update(self, generation: list[list[Tensor]], clip: bool = True, late: bool = False) -> None:
         steps = len(generation)
         for place, parameter in enumerate(self.model.parameters()):
             parameter.grad = torch.stack([gradients[place] for gradients in generation]).sum(0) / steps
@@ -105,9 +107,27 @@ class Delayed:
         for group in self.optimizer.param_groups:
             group["lr"] *= self.gain(steps)
         self.optimizer.step()
+        if late and self.spike:
+            self.complete()
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         self.updates += 1
+
+    @torch.no_grad()
+    def complete(self) -> None:
+        """Momentum ``m`` for a late gradient: ``m**2`` of the buffer and ``1 + m`` of the gradient."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                state, gradient, rate = self.optimizer.state[parameter], parameter.grad, group["lr"]
+                if "betas" in group:
+                    (first, second), step = group["betas"], float(state["step"])
+                    moment = state["exp_avg"] / (1 - first**step)
+                    size = (state["exp_avg_sq"] / (1 - second**step)).sqrt() + group["eps"]
+                    parameter -= rate * ((first**2 - 1) * moment + (1 - first**2) * gradient) / size
+                elif momentum := group["momentum"]:
+                    buffer = state["momentum_buffer"]
+                    parameter -= rate * ((momentum**2 - 1) * buffer + (1 + momentum) * gradient)
+                    parameter -= rate * (1 + momentum) * group["weight_decay"] * parameter
 
     def result(self) -> Tensor:
         return flat(copy.deepcopy(self.model))

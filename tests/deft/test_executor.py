@@ -61,7 +61,7 @@ def train_all(cases: Sequence[tuple[str, int, float]], capacity: tuple[int, int]
 def test_executor_equals_a_serial_reference(size: int, capacity: tuple[int, int]) -> None:
     results = run_ranks(train_all, size, PROFILES, capacity)
     for number, (name, seed, coverage) in enumerate(PROFILES):
-        reference = Delayed(OPTIMIZERS[name], range(size), gain=lambda steps: 1.0)
+        reference = Delayed(OPTIMIZERS[name], range(size), gain=lambda steps: 1.0, spike=True)
         for step, decision in enumerate(planned(seed, coverage, capacity)):
             reference.step(step, decision)
         before = reference.result()

@@ -13,6 +13,7 @@ from crossover.deft.plan import (
     QueueState,
     StepPlan,
     catch_up,
+    mean_duration,
     merged_sizes,
     step_durations,
     synchronous_plan,
@@ -147,6 +148,19 @@ def _timed(profile: BucketTimes) -> float:
     before = time.process_time()
     make_plan(profile)
     return time.process_time() - before
+
+
+def test_no_step_is_promised_shorter_than_a_link_needs() -> None:
+    for seed in range(60):
+        profile = random_times(seed, links=1 + seed % 2)
+        fresh = make_plan(profile, Limits((2, 1)))
+        states = [QueueState(), QueueState(True, frozenset(range(profile.buckets)), 0), fresh.final]
+        found = [mean_duration(make_plan(profile, Limits((2, 1)), state), profile) for state in states]
+        for state, mean in zip(states, found, strict=True):
+            plan = make_plan(profile, Limits((2, 1)), state)
+            many = step_durations([*plan.prefix, *plan.repeated * 60], profile)[-30 * len(plan.repeated) :]
+            assert mean == pytest.approx(sum(many) / len(many), rel=0.03), (seed, state)
+            assert mean >= profile.compute
 
 
 def test_plans_travel_as_text() -> None:

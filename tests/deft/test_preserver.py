@@ -8,11 +8,15 @@ import random
 import numpy as np
 import pytest
 
+from crossover.comm import Solo
 from crossover.deft.cost import BucketTimes
-from crossover.deft.pilot import LossWatch, Pilot, Preserver
+from crossover.deft.course import Course
+from crossover.deft.loss_watch import LossWatch
+from crossover.deft.pilot import Pilot, Preserver
 from crossover.deft.plan import QueueState, merged_sizes
 from crossover.deft.planner import Limits
 from crossover.deft.preserver import (
+    IGNORED_SAMPLES,
     Candidate,
     NoiseScale,
     choose,
@@ -22,6 +26,8 @@ from crossover.deft.preserver import (
     largest_curvature,
     walk_ratio,
 )
+from crossover.schedulers.spike import spike_weights
+from tests.deft.profiles import random_profile
 
 
 @pytest.mark.parametrize(
@@ -55,6 +61,38 @@ def test_noise_scale_is_found_from_two_batch_sizes() -> None:
     other = NoiseScale(smoothing=0.999)
     other.load_state_dict(before)
     assert other.value == estimate.value
+
+
+def test_the_cautious_estimate_is_below_and_comes_nearer() -> None:
+    source = np.random.default_rng(1)
+    exact, estimate = 4.0 / 0.25, NoiseScale(smoothing=0.99)
+    errors = []
+    for number in range(400):
+        own = 0.5 + 2.0 * source.standard_normal((2, 200))
+        estimate.add(1, float((own**2).sum(1).mean()), 2, float((own.mean(0) ** 2).sum()))
+        if number in (20, 399):
+            assert estimate.value is not None
+            assert estimate.cautious is not None
+            assert estimate.cautious < estimate.value
+            errors.append(estimate.error)
+    assert errors[1] < 0.5 * errors[0]
+    assert estimate.value == pytest.approx(exact, rel=0.3)
+    assert estimate.signal == pytest.approx(0.25 * 200, abs=4 * estimate.error)
+
+
+def test_nothing_is_said_of_the_noise_before_there_are_samples() -> None:
+    estimate = NoiseScale()
+    for _ in range(IGNORED_SAMPLES):
+        estimate.add(1, 3.0, 2, 2.0)
+        assert estimate.value is None
+        assert estimate.cautious is None
+    estimate.add(1, 3.0, 2, 2.0)
+    assert estimate.value == pytest.approx(2.0)
+    other = NoiseScale()
+    other.load_state_dict(estimate.state_dict())
+    for each in (estimate, other):
+        each.add(1, 9.0, 2, 2.0)
+    assert other.state_dict() == estimate.state_dict()
 
 
 @pytest.mark.parametrize(
@@ -97,21 +135,34 @@ def test_stability(momentum: float, nesterov: bool, together: float, delayed: fl
 
 def test_stability_is_what_a_quadratic_does() -> None:
     for momentum, product, stable in ((0.9, 0.095, True), (0.9, 0.11, False), (0.0, 0.95, True), (0.0, 1.05, False)):
-        weights, velocity, then = 1.0, 0.0, 1.0
-        for _ in range(3000):
-            velocity = momentum * velocity + then
-            then, weights = weights, weights - product * velocity
-        assert (abs(weights) < 1.0) == stable, (momentum, product)
+        assert settles(momentum, product, (1.0, 0.0)) == stable, (momentum, product)
+    for momentum in (0.5, 0.9, 0.95):
+        limit = largest_curvature(momentum, delayed=True, spike=True)
+        assert limit > largest_curvature(momentum, delayed=True), "what it is for"
+        assert settles(momentum, 0.97 * limit, spike_weights(momentum))
+        assert not settles(momentum, 1.03 * limit, spike_weights(momentum))
+
+
+def settles(momentum: float, product: float, weights: tuple[float, float]) -> bool:
+    """Whether momentum with gradients one update late comes to rest in the middle of a quadratic."""
+    of_buffer, of_gradient = weights
+    place, velocity, then = 1.0, 0.0, 1.0
+    for _ in range(3000):
+        velocity = momentum * velocity + then
+        then, place = place, place - product * (of_buffer * velocity + of_gradient * then)
+    return abs(place) < 1.0
 
 
 def test_the_best_of_those_allowed_is_chosen() -> None:
     synchronous = Candidate("synchronous", None, 200.0, 1.0)
-    fast = Candidate("1", (1, 1), 100.0, 0.7)
-    middle = Candidate("3/2", (3, 2), 120.0, 0.95)
+    fast = Candidate("1", Limits(), 100.0, 0.7)
+    middle = Candidate("3/2", Limits((3, 2)), 120.0, 0.95)
     assert choose([synchronous, fast, middle], tolerance=1.0) is middle
     assert choose([synchronous, fast], tolerance=0.5) is fast
     assert choose([synchronous, fast], tolerance=0.1) is synchronous
-    assert choose([synchronous, Candidate("1", (1, 1), 198.0, 1.0)], tolerance=0.1) is synchronous, "too little to gain"
+    assert choose([synchronous, Candidate("1", Limits(), 198.0, 1.0)], tolerance=0.1) is synchronous, (
+        "too little to gain"
+    )
 
 
 TIMES = {rate: BucketTimes((100,) * 8, (200,) * 8, ((int(300 * rate),) * 8,)) for rate in (0.4, 1.0, 2.0)}
@@ -142,6 +193,58 @@ def test_merging_depends_on_the_noise_scale() -> None:
     plan = quiet.choose(0, TIMES[2.0], 2, QueueState())
     assert plan is None or max(merged_sizes(plan.repeated)) == 1, "two merged steps would be worth little more than one"
     assert "efficiency" in str(quiet.decisions[-1])
+
+
+def test_no_steps_are_merged_before_the_noise_scale_is_known() -> None:
+    careful, trusting = pilot(), pilot(Preserver(prior=math.inf))
+    plan = careful.choose(200, TIMES[2.0], 2, QueueState())
+    assert plan is not None, "a delay alone gains something"
+    assert merged_sizes(plan.repeated) == [1]
+    said = str(careful.decisions[-1])
+    assert "waits rather than merge more steps" in said
+    assert "noise_scale not known from 0 samples, taken as 0" in said
+    assert "at efficiency 0.5" in said, "what merging two steps was judged by"
+    plan = trusting.choose(200, TIMES[2.0], 2, QueueState())
+    assert plan is not None
+    assert max(merged_sizes(plan.repeated)) >= 2
+    assert "waits" not in trusting.decisions[-1].action
+
+
+@pytest.mark.parametrize(("noise", "most"), [(0.5, 1), (18.0, 2), (30.0, 3), (1e4, 4)])
+def test_merging_is_held_to_what_the_noise_scale_allows(noise: float, most: int) -> None:
+    times = BucketTimes((100,) * 16, (200,) * 16, ((1200,) * 16,))  # coverage rate 4
+    chosen = pilot()
+    chosen.noise.load_state_dict({"samples": 99, "signal": 1.0, "noise": noise})
+    plan = chosen.choose(0, times, 2, QueueState())
+    assert plan is not None
+    assert max(merged_sizes(plan.repeated)) == most
+    assert efficiency(merged_sizes(plan.repeated), 2, noise) >= 1 - chosen.preserver.tolerance
+    assert chosen.chosen.most_merged >= max(merged_sizes(plan.repeated))
+
+
+def test_without_the_preserver_everything_is_hidden() -> None:
+    made = Pilot(Preserver(), Limits((1, 1)), fixed_capacity=True)
+    made.silent = True
+    plan = made.choose(0, TIMES[2.0], 2, QueueState())
+    assert plan is not None
+    assert max(merged_sizes(plan.repeated)) >= 2
+
+
+def test_decisions_come_soon_at_first_and_measure_anew_when_settled() -> None:
+    course = Course(pilot(), first_decision=100, profile_steps=20, replan_steps=1000)
+    profile = random_profile(1, 4, coverage=1.5)
+    assert course.stale
+    moments, measured = [], []
+    for _ in range(5):
+        course.steps = course.decide_at
+        moments.append(course.steps)
+        course.decide(Solo(timeout=1.0), "test", profile, QueueState())
+        course.steps = course.decide_at - 21
+        measured.append(course.survey_begins)
+    assert moments == [100, 200, 400, 800, 1600]
+    assert measured == [False, False, False, False, True]
+    course.measure_soon("for the test")
+    assert course.stale
 
 
 def test_the_delay_ends_when_the_loss_rises_and_is_tried_again_with_less_merging() -> None:
@@ -199,7 +302,14 @@ def test_state_goes_on() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("tolerance", -1.0), ("loss_rise", 1.0), ("gradient_rise", 0.5), ("fallback_steps", -1), ("retries", 1.5)],
+    [
+        ("tolerance", -1.0),
+        ("prior", math.nan),
+        ("loss_rise", 1.0),
+        ("gradient_rise", 0.5),
+        ("fallback_steps", -1),
+        ("retries", 1.5),
+    ],
 )
 def test_what_may_be_lost_is_checked(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=name):

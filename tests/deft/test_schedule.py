@@ -196,14 +196,14 @@ def compensated() -> Tensor:
 class Compensated(Delayed):
     """One step late, and corrected for how far the weights have gone since."""
 
-    def update(self, generation: list[list[Tensor]], clip: bool = True) -> None:
+    def update(self, generation: list[list[Tensor]], clip: bool = True, late: bool = False) -> None:
         gradients = generation[0]
         if self.updates:
             sizes = torch.cat([gradient.flatten() for gradient in gradients])
             strength = 0.1 / (sizes.norm() / sizes.numel() ** 0.5)
             for gradient, parameter, then in zip(gradients, self.model.parameters(), self.then, strict=True):
                 gradient += strength * gradient * gradient * (parameter.detach() - then)
-        super().update(generation, clip)
+        super().update(generation, clip, late)
 
     def step(self, step: int, decision: Any) -> None:
         now = [parameter.detach().clone() for parameter in self.model.parameters()]

@@ -72,7 +72,15 @@ WRONG: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "no process set": (lambda m: wrap(m, process_set=[0, 1]), "process_set"),
     "unknown gate": (lambda m: wrap(m, gate="sometimes"), "gate: is 'sometimes'"),
     "a gate of no delta": (lambda m: wrap(m, gate="selsync:much"), "gate: is 'selsync:much'"),
-    "a gate with Priority": (lambda m: wrap(m, gate="periodic:4", schedule="priority"), "Overlapped schedule"),
+    "a gate with Priority": (lambda m: wrap(m, gate="periodic:4", schedule="priority"), "Overlapped, DeFT or Fifo"),
+    "a gate that averages late gradients": (
+        lambda m: wrap(m, gate=xo.selsync.Periodic(4, average="gradients"), schedule="fifo_delayed"),
+        "gate: averages gradients",
+    ),
+    "a gate that averages late state": (
+        lambda m: wrap(m, gate=xo.selsync.Periodic(4, optimizer_state="average"), schedule="deft"),
+        "gate: averages the optimizer's state",
+    ),
     "a gate with sums": (lambda m: wrap(m, gate="periodic:4", op=xo.Sum), "op: is Sum"),
     "a gate with compression": (
         lambda m: wrap(m, gate="periodic:4", compression=xo.Compression.fp16),
