@@ -19,6 +19,8 @@ except ImportError as _missing:
 
 from crossover import doctor as examination
 from crossover import selftest
+from crossover.auto.command import described, take_profile
+from crossover.auto.recorder import DEFAULT_STEPS
 from crossover.simulate import cluster_names, model_names, processor_names
 from crossover.simulate.advise import advise as advice_for
 from crossover.simulate.command import Request, advise_command, read_profile, simulate_command
@@ -153,12 +155,12 @@ def simulate(
 
 @app.command()
 def advise(
-    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="What DeFT measured: schedule.profile.save(...).")],
+    profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="What crossover profile wrote.")],
     ranks: Annotated[int | None, typer.Option(help="Of the job to come; default: the profile's.")] = None,
     rate: Annotated[str | None, typer.Option(help="Of the links to come, like 25gbit.")] = None,
     lssr: Annotated[float, typer.Option(help="Share of local steps to assume for SelSync.", min=0.0, max=1.0)] = 0.8,
     second: Annotated[Path | None, typer.Option(help="Profile of a job to share with; default: its like.")] = None,
-    noise_scale: Annotated[float | None, typer.Option(help="In batches of one rank, from DeFT's decisions.")] = None,
+    noise_scale: Annotated[float | None, typer.Option(help="In batches of one rank; default: the profile's.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict what each way to train would bring for a measured job, and say what to write in its script."""
@@ -171,6 +173,20 @@ def advise(
         raise _refusal(error) from error
     said = advise_command(advice, as_json)
     print(json.dumps(said, indent=2) if as_json else said)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def profile(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="Starts the training.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The profile.")] = Path("profile.json"),
+    steps: Annotated[int, typer.Option(help="Training steps to time.", min=1)] = DEFAULT_STEPS,
+    keep: Annotated[bool, typer.Option("--keep", help="Let the training go on when the profile is there.")] = False,
+) -> None:
+    """Run a training command, such as `-- torchrun ... train.py`, unchanged until it has measured itself."""
+    try:
+        print(described(take_profile(command, output, steps, keep), output))
+    except ValueError as error:
+        raise _refusal(error) from error
 
 
 def _refusal(error: Exception) -> typer.Exit:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 import crossover as xo
+from crossover.auto import Auto
 from crossover.deft import DeFT
 from crossover.schedulers import Overlapped, Priority, Schedule
 from crossover.selsync import Gate, Periodic, SelSync
@@ -76,10 +78,20 @@ def priority(
     return _prepared(model, make_optimizer, workload, Priority(**sizes), {}, dict(sizes))
 
 
-def deft(model: nn.Module, make_optimizer: MakeOptimizer, workload: Workload, horizon: int) -> Training:
-    """DeFT, measured in its last synchronous steps: 25, or an eighth of a shorter training."""
+def deft(
+    model: nn.Module, make_optimizer: MakeOptimizer, workload: Workload, horizon: int, preserved: bool = True
+) -> Training:
+    """DeFT, measured in its last synchronous steps: 25, or an eighth of a shorter training; rates rise for a third.
+
+    With its Preserver, or with the plan that hides all communication, however many steps that merges.
+    """
     warmup = min(25, max(8, horizon // 8))
-    schedule = DeFT(warmup_steps=warmup, profile_steps=max(5, warmup // 2), ramp_updates=warmup)
+    schedule = DeFT(
+        warmup_steps=warmup,
+        profile_steps=max(5, warmup // 2),
+        ramp_updates=min(100, horizon // 3),
+        capacity=None if preserved else (1, 1),
+    )
     facts: dict[str, Any] = {"warmup": warmup}
     training = _prepared(model, make_optimizer, workload, schedule, {}, facts)
 
@@ -90,10 +102,34 @@ def deft(model: nn.Module, make_optimizer: MakeOptimizer, workload: Workload, ho
     return Training(model, training.optimizer, training.scheduled, workload.loss, finish, facts)
 
 
-def _gated(model: nn.Module, make_optimizer: MakeOptimizer, workload: Workload, gate: Gate, **facts: Any) -> Training:
+def auto(model: nn.Module, make_optimizer: MakeOptimizer, workload: Workload, horizon: int) -> Training:
+    """Chooses by itself after 25 plain steps, or a sixteenth of a shorter training; a trial of DeFT comes on top."""
+    warmup = min(25, max(4, horizon // 16))
+    schedule = Auto(warmup_steps=warmup, profile_steps=max(2, warmup // 4), ramp_updates=min(25, max(8, horizon // 8)))
+    facts: dict[str, Any] = {"warmup": warmup}
+    training = _prepared(model, make_optimizer, workload, schedule, {}, facts)
+
+    def finish() -> None:
+        facts["choice"] = schedule.choice
+        facts["decision"] = str(schedule.decisions[-1]) if schedule.decisions else "none"
+        training.finish()
+
+    return Training(model, training.optimizer, training.scheduled, workload.loss, finish, facts)
+
+
+def _gated(
+    model: nn.Module,
+    make_optimizer: MakeOptimizer,
+    workload: Workload,
+    gate: Gate,
+    schedule: Schedule | None = None,
+    **facts: Any,
+) -> Training:
     """With local steps; evaluations see the average of all ranks' parameters."""
     xo.broadcast_parameters(model.state_dict(), root_rank=0)
-    optimizer = xo.DistributedOptimizer(make_optimizer(model.parameters()), model.named_parameters(), gate=gate)
+    optimizer = xo.DistributedOptimizer(
+        make_optimizer(model.parameters()), model.named_parameters(), gate=gate, schedule=schedule
+    )
 
     def finish() -> None:
         optimizer.flush()
@@ -111,6 +147,16 @@ def selsync(
     return _gated(model, make_optimizer, workload, gate, delta=delta, warmup=warmup)
 
 
+def both(
+    model: nn.Module, make_optimizer: MakeOptimizer, workload: Workload, horizon: int, delta: float = 0.0
+) -> Training:
+    """SelSync whose averages travel under the next steps, one after the other: a threshold would only leave gaps."""
+    warmup = min(25, max(4, horizon // 8))
+    gate = SelSync(delta, warmup_steps=warmup, buffers=model)
+    schedule = DeFT(warmup_steps=warmup, profile_steps=max(2, warmup // 2))
+    return _gated(model, make_optimizer, workload, gate, schedule, delta=delta, warmup=warmup)
+
+
 def periodic(
     model: nn.Module, make_optimizer: MakeOptimizer, workload: Workload, horizon: int, every: int = AVERAGING_PERIOD
 ) -> Training:
@@ -125,6 +171,15 @@ SYSTEMS = (
     System("crossover_selsync", "Crossover, SelSync", selsync, exact=False, emulated=True),
     System("crossover_periodic", "Crossover, local SGD", periodic, exact=False, emulated=True),
     System("crossover_deft", "Crossover, DeFT", deft, exact=False, emulated=True),
+    System(
+        "crossover_deft_off",
+        "Crossover, DeFT, Preserver off",
+        partial(deft, preserved=False),
+        exact=False,
+        emulated=True,
+    ),
+    System("crossover_both", "Crossover, SelSync + DeFT", both, exact=False, emulated=True),
+    System("crossover_auto", "Crossover, auto", auto, exact=False, emulated=True),
     System("crossover_priority", "ByteScheduler (our Priority)", priority, candidates=piece_sizes, emulated=True),
     System(
         "crossover_horovod",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from crossover.deft.pilot import Preserver
 from crossover.deft.preserver import efficiency
 from crossover.deft.profile import Profile
+from crossover.selsync.calibrate import suggest_delta
 from crossover.simulate.assumptions import Assumption, listed
 from crossover.simulate.cluster import Cluster
 from crossover.simulate.gated import Local
@@ -17,6 +20,7 @@ from crossover.simulate.network import calibrate
 from crossover.simulate.run import Result, gain, share, simulate
 from crossover.simulate.systems import DeFT, Plain, System
 
+WANTED_SHARES = (0.5, 0.8, 0.9)
 WORTHWHILE = 1.03
 """Speed-up below which nothing is advised: a prediction is not that exact."""
 
@@ -68,6 +72,7 @@ class Advice:
         options: plain first.
         sentence: what is advised.
         assumptions: what it rests on.
+        deltas: shares of local steps with SelSync's threshold for each; empty where the profile has no significance.
     """
 
     coverage_rate: float
@@ -75,6 +80,7 @@ class Advice:
     options: tuple[Option, ...]
     sentence: str
     assumptions: tuple[str, ...]
+    deltas: tuple[tuple[float, float], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -115,7 +121,8 @@ def advise(
         bit_s: rate of the links, if not what was measured.
         lssr: share of local steps to assume for SelSync.
         second: profile of a job to share devices with; another job like this one by default.
-        noise_scale: gradient noise scale in batches of one rank, as DeFT's decisions give it; ``None``: not known.
+        noise_scale: gradient noise scale in batches of one rank, as DeFT's decisions give it; ``None``: the profile's,
+            and where it has none, nothing is held against merging.
 
     Raises:
         ValueError: an argument is out of range.
@@ -127,7 +134,10 @@ def advise(
         ['plain (DDP-like)', 'Priority (ByteScheduler)', 'DeFT']
     """
     cluster, job = cluster_of(profile, ranks, bit_s), from_profile(profile, "this job")
-    plain, *others = (Plain(), Priority(), DeFT(capacity=None, noise_scale=noise_scale), Local(lssr))
+    noise_scale = profile.noise_scale if noise_scale is None else noise_scale
+    held = Preserver(prior=math.inf) if noise_scale is None else Preserver()
+    delayed = DeFT(capacity=None, noise_scale=noise_scale, preserver=held)
+    plain, *others = (Plain(), Priority(), delayed, Local(lssr))
     base = simulate(job, plain, cluster)
     options = [_option(base, plain, base, 1.0)]
     for system in others:
@@ -138,7 +148,21 @@ def advise(
     options.append(_shared(job, twin, cluster, base))
     made = [*base.assumptions, *(a for system in others for a in system.assumptions()), *_own(noise_scale)]
     rate = job.coverage_rate(cluster.network)
-    return Advice(rate, cluster.ranks, tuple(options), _sentence(options), tuple(listed(made)))
+    return Advice(rate, cluster.ranks, tuple(options), _sentence(options), tuple(listed(made)), deltas_of(profile))
+
+
+def deltas_of(profile: Profile) -> tuple[tuple[float, float], ...]:
+    """For some shares of local steps the ``delta`` with which so many of the watched steps would have been local.
+
+    Example:
+        >>> seen = ((None, 0.1, 0.2, 0.3, 0.4),)
+        >>> profile = Profile((9,), (9,), 0, ((9,),), (9,), ("gloo",), size=2, significance=seen * 2)
+        >>> [(share, round(delta, 3)) for share, delta in deltas_of(profile)]
+        [(0.5, 0.25), (0.8, 0.35), (0.9, 0.4)]
+    """
+    if not any(value is not None for values in profile.significance for value in values):
+        return ()
+    return tuple((share, suggest_delta(profile.significance, share).delta) for share in WANTED_SHARES)
 
 
 def _option(result: Result, system: System, base: Result, known: float | None, remark: str = "") -> Option:

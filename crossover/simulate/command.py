@@ -91,7 +91,7 @@ def read_profile(path: Path) -> Profile:
     try:
         return Profile.load(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"profile: cannot read {str(path)!r} ({error}); write one with Profile.save()") from error
+        raise ValueError(f"profile: cannot read {str(path)!r} ({error}); write one with crossover profile") from error
 
 
 def chosen(request: Request) -> list[System]:
@@ -188,8 +188,15 @@ def advise_command(advice: Advice, as_json: bool) -> Any:
     header = ("option", "step, ms", "updates a step", "computing", "progress a sample", "speed-up")
     write = [f"{option.name}:\n    {option.script}" + _remark(option.remark) for option in advice.options]
     head = f"{advice.ranks} ranks, coverage rate {advice.coverage_rate:.2f}: PREDICTED"
-    said = [f"advice: {advice.sentence}", "", "to write:", *write]
+    said = [f"advice: {advice.sentence}", "", *_deltas(advice), "to write:", *write]
     return "\n".join([head, "", _table(header, rows), "", *said, "", *_noted(advice.assumptions)])
+
+
+def _deltas(advice: Advice) -> list[str]:
+    if not advice.deltas:
+        return []
+    found = ", ".join(f"{delta:.3g} for {share:.0%}" for share, delta in advice.deltas)
+    return [f"SelSync's delta, by the share of local steps that is wanted: {found} (of the steps watched)", ""]
 
 
 def _remark(text: str) -> str:

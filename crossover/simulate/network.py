@@ -161,7 +161,16 @@ def calibrate(profile: Profile, link: int = 0) -> Network:
     if not 0 <= link < len(profile.links):
         raise ValueError(f"link: is {link}; the profile has links 0 to {len(profile.links) - 1}")
     cost = fit_link([(n, float(us)) for n, us in zip(profile.nbytes, profile.reduce_us[link], strict=True)])
-    hops, share = 2 * (profile.size - 1), 2 * (profile.size - 1) / profile.size
+    return ring(cost, profile.size, "fitted to the profile's all-reduces")
+
+
+def ring(cost: LinkCost, ranks: int, source: str) -> Network:
+    """The network whose ring all-reduce over ``ranks``, 2 or more, costs ``cost``.
+
+    Example:
+        >>> round(ring(LinkCost(latency_us=100.0, us_per_byte=0.001), 4, "measured").all_reduce_s(10**6) * 1e6)
+        1100
+    """
+    hops, share = 2 * (ranks - 1), 2 * (ranks - 1) / ranks
     bytes_s = share / max(cost.us_per_byte, 1e-9) * 1e6
-    source = "fitted to the profile's all-reduces"
-    return Network(profile.size, bytes_s * 8, cost.latency_us * 1e-6 / hops, goodput=1.0, source=source)
+    return Network(ranks, bytes_s * 8, cost.latency_us * 1e-6 / hops, goodput=1.0, source=source)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from crossover.buckets import DEFAULT_CAP_BYTES, DEFAULT_FIRST_CAP_BYTES
 from crossover.deft.partition import bucket_bytes, cuts
@@ -119,12 +119,14 @@ class DeFT(System):
         most_merged: steps in an update at most.
         cap_bytes: size at which buckets are closed; ``None``: as the library sizes them.
         noise_scale: of the gradients, in batches of one rank, for the preserver; ``None``: not known.
+        preserver: what may be lost in convergence.
     """
 
     capacity: tuple[int, int] | None = (1, 1)
     most_merged: int = 8
     cap_bytes: int | None = None
     noise_scale: float | None = None
+    preserver: Preserver = field(default_factory=Preserver)
     label: str = "DeFT"
     script: str = "xo.DistributedOptimizer(optimizer, model.named_parameters(), schedule=xo.deft.DeFT())"
 
@@ -139,7 +141,7 @@ class DeFT(System):
         times = job.profile(cluster.links, cluster.ranks).times()
         if self.capacity is not None:
             return make_plan(times, Limits(self.capacity, most_merged=self.most_merged), state)
-        pilot = Pilot(Preserver(), Limits(most_merged=self.most_merged), fixed_capacity=False)
+        pilot = Pilot(self.preserver, Limits(most_merged=self.most_merged), fixed_capacity=False)
         pilot.silent = True
         if self.noise_scale is not None:
             known = {"samples": IGNORED_SAMPLES + 1, "signal": 1.0, "noise": self.noise_scale}
