@@ -1,6 +1,6 @@
-# make demo      train on two ranks on this machine, in about a minute once installed
+# make demo      the same training with each method over a slow link: a table and a picture, in about four minutes
 # make test      the whole test suite
-# make compare   the same training with each method over a slow link, in about three minutes
+# make quickstart   train with one plain script on two ranks, in about a minute
 # make horovod   build Horovod for the installed torch (minutes, once) and install it
 # make imagenet-test   the tests of examples/imagenet, in an environment of their own with torchvision (5.5 GB)
 # make lint      ruff and mypy
@@ -20,7 +20,7 @@ CONSTRAINTS := requirements/constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo compare test horovod imagenet-test lint clean
+.PHONY: help setup demo quickstart test horovod imagenet-test lint clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -43,10 +43,10 @@ $(VENV)/.horovod: requirements/build_horovod.sh requirements/horovod.cmake $(VEN
 	touch $@
 
 demo: setup
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/quickstart.py $(ARGS)
-
-compare: setup
 	$(BIN)/python -m benchmarks.comparison $(ARGS)
+
+quickstart: setup
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/quickstart.py $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)

@@ -1,24 +1,32 @@
 """The same training on real data with each of Crossover's methods, over a slow link: one table and one picture.
 
-    python -m benchmarks.comparison [--cr 4] [--workload vgg] [--steps 120] [--emulated] [--out out/comparison]
+    python -m benchmarks.comparison [--cr 3] [--workload vgg] [--batch-size 32] [--steps 120] [--emulated]
+                                    [--out out/comparison]
 
 Two hosts whose link is slowed until a step's all-reduce takes ``--cr`` times its computing: network namespaces where
 there are root and iproute2, else Crossover's emulated link; the table says which. Accuracy is on held-out digits. The
-target is what plain training, which equals DDP, ends with.
+target is what plain training, which equals DDP, ends with. Then two such trainings share the hosts and take turns: with
+the plain path, and with all methods together. Beside them stand the same two trainings one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import harness, peers, time_to_accuracy, workloads
+import crossover as xo
+from benchmarks import command, harness, peers, time_to_accuracy, workloads
 from benchmarks.harness import Cell, Outcome
 from benchmarks.peers import Settings, System
 from benchmarks.sites import Site, site
@@ -26,19 +34,35 @@ from benchmarks.testbed import TestbedError, missing
 from benchmarks.time_to_accuracy import Curve, curve
 from benchmarks.workloads import Workload
 from crossover import telemetry
+from crossover.telemetry.style import GRID, STYLE
 
 MODULE = "benchmarks.comparison"
-PLAIN = "crossover"
+PLAIN, BOTH = "crossover", "crossover_both"
+MEETING_SECONDS = 90.0
 LABELS = {
-    "crossover": ("plain", "every step shared, as DDP does", "#444444"),
+    PLAIN: ("plain", "every step shared, as DDP does", "#444444"),
     "crossover_deft": ("DeFT", "gradients travel under the next steps", "#e69f00"),
     "crossover_selsync": ("SelSync", "only significant steps shared", "#0072b2"),
-    "crossover_both": ("SelSync + DeFT", "what is shared travels under the next steps", "#009e73"),
+    BOTH: ("SelSync + DeFT", "what is shared travels under the next steps", "#009e73"),
 }
+PAIRS = {PLAIN: "plain, taking turns", BOTH: "SelSync + DeFT, taking turns"}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two trainings at the same time: seconds until both are done, and their final accuracies."""
+
+    seconds: float
+    accuracies: tuple[float, ...]
+
+
+# -- on the ranks ------------------------------------------------------------------------------------------------------
 
 
 def measure(system: System, workload: Workload, settings: Settings, task: dict[str, Any]) -> dict[str, Any]:
     """Train as ``time_to_accuracy`` does, and count what was sent. Collective."""
+    if task.get("meeting"):
+        meet(Path(task["meeting"]), f"{task['seed']}.{xo.rank()}", 2 * xo.size())
     recorder = telemetry.start()
     try:
         answer = time_to_accuracy.measure(system, workload, settings, task)
@@ -47,13 +71,45 @@ def measure(system: System, workload: Workload, settings: Settings, task: dict[s
         telemetry.stop()
 
 
-def run(place: Site, options: argparse.Namespace) -> Outcome:
-    """Measure all methods, one after the other."""
-    [cell] = harness.make_cells(place, [options.workload], [options.cr])
-    systems = [name for name in LABELS if name in peers.names()]
-    task = {"every": options.every, "tune": False}
-    [outcome] = harness.in_turn(place, MODULE, [cell], systems, 1, lambda _: options.steps, task)
-    return outcome
+def meet(place: Path, name: str, count: int) -> None:
+    """Return when ``count`` ranks have come to the folder, so that two jobs begin together."""
+    (place / name).touch()
+    deadline = time.monotonic() + MEETING_SECONDS
+    while len(list(place.iterdir())) < count:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the other job did not start within {MEETING_SECONDS:g} s")
+        time.sleep(0.005)
+
+
+# -- what is measured --------------------------------------------------------------------------------------------------
+
+
+def run(place: Site, options: argparse.Namespace) -> tuple[Outcome, dict[str, Pair]]:
+    """Measure all methods, one after the other, then the pairs."""
+    [cell] = harness.make_cells(place, [options.workload], [options.cr], options.batch_size)
+    task = {"every": options.every, "longer": 1.0, "tune": False, "batch_size": options.batch_size}
+    [outcome] = harness.in_turn(place, MODULE, [cell], list(LABELS), 1, lambda _: options.steps, task)
+    if outcome.refused is not None:
+        return outcome, {}
+    alone = {**task, "workload": cell.workload, "steps": options.steps, "every": options.steps, "choices": {}}
+    return outcome, {name: pair(place, name, alone) for name in PAIRS if outcome.systems[name].ran}
+
+
+def pair(place: Site, system: str, task: dict[str, Any]) -> Pair:
+    """Two jobs of a system with turns, begun together, evaluated at their ends."""
+    harness.say(f"two jobs, {PAIRS[system]}")
+    with tempfile.TemporaryDirectory(prefix="xo-") as folder:
+        meeting = Path(folder, "meeting")
+        meeting.mkdir()
+
+        def job(seed: int) -> list[Any]:
+            words = json.dumps({**task, "systems": [system], "seed": seed, "meeting": str(meeting)})
+            variables = {"CROSSOVER_RUN_DIR": folder, "CROSSOVER_SHARING": f"timeshare:job=job{seed}"}
+            return place.run(MODULE, ["--worker", words], peers.get(system).launcher, 600.0, variables)
+
+        with ThreadPoolExecutor(2) as jobs:
+            curves = [curve([rank[system] for rank in ranks]) for ranks in jobs.map(job, range(2))]
+    return Pair(max(points.seconds[-1] for points in curves), tuple(points.accuracies[-1] for points in curves))
 
 
 def curves_of(outcome: Outcome) -> dict[str, tuple[Curve, dict[str, Any]]]:
@@ -62,14 +118,29 @@ def curves_of(outcome: Outcome) -> dict[str, tuple[Curve, dict[str, Any]]]:
     return {name: (curve(ranks), ranks[0]) for name, ranks in ran.items()}
 
 
-def show(outcome: Outcome, cell: Cell, steps: int, console: Console) -> None:
-    """Print the table."""
-    curves = curves_of(outcome)
+# -- what is shown -----------------------------------------------------------------------------------------------------
+
+
+def show(outcome: Outcome, pairs: dict[str, Pair], console: Console) -> None:
+    """Print the tables."""
+    cell, curves = outcome.cell, curves_of(outcome)
+    plain = curves[PLAIN][0]
+    console.print(table_of_methods(cell, outcome.place, curves))
+    for name, measured in outcome.systems.items():
+        if not measured.ran:
+            console.print(f"{LABELS[name][0]} could not run: {measured.reason}")
+    console.print(f"Computing alone, without any communication: {cell.compute.step_s * plain.steps:.1f} s.\n")
+    if pairs:
+        console.print(table_of_pairs(2 * plain.seconds[-1], plain.accuracies[-1], pairs))
+
+
+def table_of_methods(cell: Cell, place: str, curves: dict[str, tuple[Curve, dict[str, Any]]]) -> Table:
+    """Time, accuracy, bytes and updates of one training."""
     plain = curves[PLAIN][0]
     target = plain.accuracies[-1]
     base = plain.time_to(target) or plain.seconds[-1]
-    table = Table(title=f"{cell.workload} on {outcome.place}: all-reduce = {cell.cr:g} x computing")
-    for column in ("method", f"time to {target:.1%}", "speed-up", "all steps", "final accuracy", "sent"):
+    table = Table(title=f"One training: {cell.workload} on {place}; all-reduce = {cell.cr:g} x computing")
+    for column in ("method", f"time to {target:.1%}", "speed-up", "all steps", "speed-up", "accuracy", "sent"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for name, (points, answer) in curves.items():
         label, meaning, _ = LABELS[name]
@@ -79,48 +150,67 @@ def show(outcome: Outcome, cell: Cell, steps: int, console: Console) -> None:
             "not reached" if reached is None else f"{reached:.1f} s",
             "" if reached is None else f"{base / reached:.1f} x",
             f"{points.seconds[-1]:.1f} s",
+            f"{plain.seconds[-1] / points.seconds[-1]:.1f} x",
             f"{points.accuracies[-1]:.1%}",
             f"{answer['bytes'] / 1e6:.0f} MB",
         )
-    console.print(table)
-    for name, measured in outcome.systems.items():
-        if not measured.ran:
-            console.print(f"{LABELS[name][0]} could not run: {measured.reason}")
-    console.print(
-        f"Computing alone, without any communication, takes {cell.compute.step_s * steps:.1f} s for all steps."
-    )
+    return table
 
 
-def draw(outcome: Outcome, cell: Cell, path: Path) -> None:
-    """Accuracy against time, one line a method."""
+def table_of_pairs(serial: float, accuracy: float, pairs: dict[str, Pair]) -> Table:
+    """Two trainings, beside the plain ones one after the other."""
+    table = Table(title="Two trainings on the same hosts")
+    for column in ("way", "both done", "speed-up", "accuracies"):
+        table.add_column(column, justify="left" if column == "way" else "right")
+    table.add_row("plain, one after the other", f"{serial:.1f} s", "1.0 x", f"{accuracy:.1%}")
+    for name, found in pairs.items():
+        accuracies = ", ".join(f"{value:.1%}" for value in found.accuracies)
+        table.add_row(PAIRS[name], f"{found.seconds:.1f} s", f"{serial / found.seconds:.1f} x", accuracies)
+    return table
+
+
+def draw(outcome: Outcome, pairs: dict[str, Pair], path: Path) -> None:
+    """Accuracy against time, one line a method; beside it the time that two trainings take."""
     import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     curves = curves_of(outcome)
-    target = curves[PLAIN][0].accuracies[-1]
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for name, (points, _) in curves.items():
-        label, _, colour = LABELS[name]
-        axes.plot(points.seconds, [100 * value for value in points.accuracies], color=colour, marker=".", label=label)
-    axes.axhline(100 * target, color="#999999", linewidth=0.8, linestyle=":")
-    axes.set(xlabel="seconds of training", ylabel="% of held-out images", title="Same training, same slow link")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right")
-    figure.supxlabel(f"{cell}; {outcome.place}", fontsize="x-small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    plain = curves[PLAIN][0]
+    with matplotlib.rc_context({**STYLE, **GRID}):
+        figure = Figure(figsize=(11, 4.4), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=[3, 2])
+        for name, (points, _) in curves.items():
+            label, _, colour = LABELS[name]
+            left.plot(points.seconds, [100 * value for value in points.accuracies], color=colour, marker=".")
+            left.annotate(label, (points.seconds[-1], 100 * points.accuracies[-1]), (4, -12), color=colour,
+                          textcoords="offset points", fontsize=8.5)  # fmt: skip
+        left.axhline(100 * plain.accuracies[-1], color="#999999", linewidth=0.8, linestyle=":")
+        left.set(xlabel="seconds of training", ylabel="% of held-out images", title="One training, same slow link")
+        left.margins(x=0.12)
+        bars = [(f"{LABELS[name][0]}, in turn", 2 * points.seconds[-1], LABELS[name][2])
+                for name, (points, _) in curves.items()]  # fmt: skip
+        bars += [(PAIRS[name].replace(", ", ",\n"), found.seconds, LABELS[name][2]) for name, found in pairs.items()]
+        drawn = right.barh([label for label, *_ in bars], [s for _, s, _ in bars], color=[c for *_, c in bars])
+        right.bar_label(drawn, fmt="%.0f s", padding=3, fontsize=8.5)
+        right.invert_yaxis()
+        right.grid(axis="y", visible=False)
+        right.margins(x=0.15)
+        right.set(xlabel="seconds until both are done", title="Two trainings")
+        figure.supxlabel(f"{outcome.cell}; {outcome.place}", fontsize="x-small")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
 
 
 def options_of(words: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--cr", type=float, default=4.0, help="all-reduce time of a step / its computing (%(default)s)")
+    parser.add_argument("--cr", type=float, default=3.0, help="all-reduce time of a step / its computing (%(default)s)")
     parser.add_argument("--workload", choices=workloads.names(), default="vgg", help="(%(default)s)")
+    parser.add_argument("--batch-size", type=int, default=32, help="examples a rank and step (%(default)s)")
     parser.add_argument("--steps", type=int, default=120, help="of training (%(default)s)")
     parser.add_argument("--every", type=int, default=20, help="steps between evaluations (%(default)s)")
     parser.add_argument("--emulated", action="store_true", help="the emulated link, also where the testbed could run")
@@ -133,6 +223,20 @@ def options_of(words: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def compare(options: argparse.Namespace, console: Console) -> tuple[Outcome, dict[str, Pair]]:
+    """Measure on the testbed, or where it is not to be had on the emulated link."""
+    reason = "" if options.emulated else "; ".join(missing())
+    try:
+        with site(2, options.emulated or bool(reason)) as place:
+            if reason:
+                console.print(f"No testbed here ({reason}): taking the emulated link.")
+            return run(place, options)
+    except TestbedError as error:
+        console.print(f"No testbed here ({error}): taking the emulated link.")
+    with site(2, emulated=True) as place:
+        return run(place, options)
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     options = options_of(words)
@@ -140,23 +244,18 @@ def main(words: Sequence[str] | None = None) -> int:
         harness.work(options.worker, measure)
         return 0
     console = Console()
-    emulated = options.emulated or bool(missing())
-    if emulated and not options.emulated:
-        console.print(f"No testbed here ({'; '.join(missing())}): taking the emulated link.")
-    try:
-        with site(2, emulated) as place:
-            outcome = run(place, options)
-    except TestbedError as error:
-        console.print(f"No testbed here ({error}): taking the emulated link.")
-        with site(2, emulated=True) as place:
-            outcome = run(place, options)
-    if outcome.refused is not None:
-        console.print(f"Not measured: {outcome.refused}")
-        return 3
-    show(outcome, outcome.cell, options.steps, console)
-    draw(outcome, outcome.cell, options.out / "comparison.png")
-    console.print(f"picture: {options.out / 'comparison.png'}")
-    return 0
+
+    def question() -> int:
+        outcome, pairs = compare(options, console)
+        if outcome.refused is not None:
+            console.print(f"Not measured: {outcome.refused}")
+            return command.OFF
+        show(outcome, pairs, console)
+        draw(outcome, pairs, options.out / "comparison.png")
+        console.print(f"picture: {options.out / 'comparison.png'}")
+        return 0
+
+    return command.carry_out(question)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import os
 import subprocess
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,8 +39,21 @@ class Site(ABC):
         """What the slowest host needs for a step, under its share of the cores."""
 
     @abstractmethod
-    def run(self, module: str, arguments: Sequence[str], launcher: str, timeout: float) -> list[Any]:
-        """Run a worker on every host; what each reported, by rank. ``JobError``: one failed."""
+    def run(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        launcher: str,
+        timeout: float,
+        variables: Mapping[str, str] | None = None,
+    ) -> list[Any]:
+        """Run a worker on every host, with ``variables`` in its environment; what each rank reported, by rank.
+
+        May be called from several threads: several jobs then share the hosts.
+
+        Raises:
+            JobError: a rank failed.
+        """
 
     @abstractmethod
     def refuses(self, system: System) -> str | None:
@@ -72,10 +85,17 @@ class Bed(Site):
     def compute(self, workload: Workload) -> ComputeTime:
         return measure_on(self.testbed, workload)
 
-    def run(self, module: str, arguments: Sequence[str], launcher: str, timeout: float) -> list[Any]:
+    def run(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        launcher: str,
+        timeout: float,
+        variables: Mapping[str, str] | None = None,
+    ) -> list[Any]:
         with tempfile.TemporaryDirectory() as folder:
-            variables = {loopback.RESULT_VARIABLE: folder, "CROSSOVER_TIMEOUT": str(WAIT_SECONDS)}
-            self.testbed.run(["-m", module, *arguments], timeout=timeout, launcher=launcher, env=variables)
+            own = {loopback.RESULT_VARIABLE: folder, "CROSSOVER_TIMEOUT": str(WAIT_SECONDS), **(variables or {})}
+            self.testbed.run(["-m", module, *arguments], timeout=timeout, launcher=launcher, env=own)
             return loopback.collect(folder, self.hosts)
 
     def refuses(self, system: System) -> str | None:
@@ -110,14 +130,22 @@ class Emulated(Site):
     def compute(self, workload: Workload) -> ComputeTime:
         return measure_compute(workload)
 
-    def run(self, module: str, arguments: Sequence[str], launcher: str, timeout: float) -> list[Any]:
+    def run(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        launcher: str,
+        timeout: float,
+        variables: Mapping[str, str] | None = None,
+    ) -> list[Any]:
         kind = "horovod" if launcher == "horovod" else "torch"
-        variables = {
+        own = {
             "CROSSOVER_EMULATED_LINK": f"{self.rate / 1e6:.6f}mbit,{LATENCY}",
             "CROSSOVER_TIMEOUT": str(WAIT_SECONDS),
+            **(variables or {}),
         }
         try:
-            return loopback.run(module, arguments, self.hosts, kind, timeout, variables)
+            return loopback.run(module, arguments, self.hosts, kind, timeout, own)
         except subprocess.TimeoutExpired as error:
             raise JobError(f"ranks still ran after {timeout:g} s", 124) from error
         except RuntimeError as error:
