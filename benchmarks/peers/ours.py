@@ -141,8 +141,8 @@ def _gated(
 def selsync(
     model: nn.Module, make_optimizer: MakeOptimizer, workload: Workload, horizon: int, delta: float = 0.3
 ) -> Training:
-    """SelSync with the paper's delta and its 25 steps of warm-up, or an eighth of a shorter training."""
-    warmup = min(25, max(2, horizon // 8))
+    """SelSync with the paper's delta and its 25 steps of warm-up, or a sixteenth of a shorter training."""
+    warmup = min(25, max(2, horizon // 16))
     gate = SelSync(delta, warmup_steps=warmup, buffers=model)
     return _gated(model, make_optimizer, workload, gate, delta=delta, warmup=warmup)
 
@@ -151,7 +151,7 @@ def both(
     model: nn.Module, make_optimizer: MakeOptimizer, workload: Workload, horizon: int, delta: float = 0.0
 ) -> Training:
     """SelSync whose averages travel under the next steps, one after the other: a threshold would only leave gaps."""
-    warmup = min(25, max(4, horizon // 8))
+    warmup = min(25, max(4, horizon // 16))
     gate = SelSync(delta, warmup_steps=warmup, buffers=model)
     schedule = DeFT(warmup_steps=warmup, profile_steps=max(2, warmup // 2))
     return _gated(model, make_optimizer, workload, gate, schedule, delta=delta, warmup=warmup)
