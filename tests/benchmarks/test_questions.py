@@ -201,7 +201,10 @@ def test_time_to_a_target() -> None:
 def trained(seconds: list[list[float]], accuracies: list[float]) -> Measured:
     measured = Measured()
     measured.add(
-        [{"seconds": own, "accuracies": accuracies, "choice": {}, "tried": {}, "facts": {}} for own in seconds]
+        [
+            {"seconds": own, "accuracies": accuracies, "steps": 20, "choice": {}, "tried": {}, "facts": {}}
+            for own in seconds
+        ]
     )
     return measured
 
