@@ -126,6 +126,8 @@ def show(outcome: Outcome, pairs: dict[str, Pair], console: Console) -> None:
     cell, curves = outcome.cell, curves_of(outcome)
     plain = curves[PLAIN][0]
     console.print(table_of_methods(cell, outcome.place, curves))
+    for name in curves:
+        console.print(f"{LABELS[name][0]}: {LABELS[name][1]}", style="dim")
     for name, measured in outcome.systems.items():
         if not measured.ran:
             console.print(f"{LABELS[name][0]} could not run: {measured.reason}")
@@ -143,10 +145,10 @@ def table_of_methods(cell: Cell, place: str, curves: dict[str, tuple[Curve, dict
     for column in ("method", f"time to {target:.1%}", "speed-up", "all steps", "speed-up", "accuracy", "sent"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for name, (points, answer) in curves.items():
-        label, meaning, _ = LABELS[name]
+        label = LABELS[name][0]
         reached = points.time_to(target)
         table.add_row(
-            f"{label}: {meaning}",
+            label,
             "not reached" if reached is None else f"{reached:.1f} s",
             "" if reached is None else f"{base / reached:.1f} x",
             f"{points.seconds[-1]:.1f} s",
@@ -181,12 +183,11 @@ def draw(outcome: Outcome, pairs: dict[str, Pair], path: Path) -> None:
         left, right = figure.subplots(1, 2, width_ratios=[3, 2])
         for name, (points, _) in curves.items():
             label, _, colour = LABELS[name]
-            left.plot(points.seconds, [100 * value for value in points.accuracies], color=colour, marker=".")
-            left.annotate(label, (points.seconds[-1], 100 * points.accuracies[-1]), (4, -12), color=colour,
-                          textcoords="offset points", fontsize=8.5)  # fmt: skip
+            accuracies = [100 * value for value in points.accuracies]
+            left.plot(points.seconds, accuracies, color=colour, marker=".", label=label)
         left.axhline(100 * plain.accuracies[-1], color="#999999", linewidth=0.8, linestyle=":")
         left.set(xlabel="seconds of training", ylabel="% of held-out images", title="One training, same slow link")
-        left.margins(x=0.12)
+        left.legend(loc="lower right")
         bars = [(f"{LABELS[name][0]}, in turn", 2 * points.seconds[-1], LABELS[name][2])
                 for name, (points, _) in curves.items()]  # fmt: skip
         bars += [(PAIRS[name].replace(", ", ",\n"), found.seconds, LABELS[name][2]) for name, found in pairs.items()]
