@@ -39,8 +39,8 @@ def rate_for(cr: float, compute_s: float, gradient_bytes: float, hosts: int) -> 
         ValueError: a coverage rate or time that is not positive, or fewer than two hosts.
 
     Example:
-        >>> rate_for(1.0, 0.5376, 33.6e6, 2)
-        500000000.0
+        >>> round(rate_for(1.0, 0.5376, 33.6e6, 2))
+        500000000
     """
     if cr <= 0 or compute_s <= 0 or hosts < 2:
         raise ValueError(
