@@ -5,7 +5,8 @@ learning rate by 38. Momentum that gives more weight to the gradient that has ju
 three times as much of the range, at the same learning rate in the long run.
 
 Source: spike compensation, Kosson et al., *Pipelined Backpropagation at Scale* (2020), for pipelines; known from memory
-and not read again for this. Taking it for twice the delay, which is stable furthest of all weights of this form, the same for Adam, and its use here are ours.
+and not read again for this. Taking it for twice the delay, which is stable furthest of all weights of this form, the
+same for Adam, and its use here are ours.
 """
 
 from __future__ import annotations
