@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from crossover.autograd import NO_TASK, current_task
 from crossover.buckets import Bucket
+from crossover.deft.compute_clock import ComputeClock
 from crossover.deft.profile import medians
 
 
@@ -27,7 +27,7 @@ class StepTimer:
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._count = len(buckets)
-        self._on_gpu = bool(buckets) and buckets[0].device.type == "cuda"
+        self._clock = ComputeClock(bool(buckets) and buckets[0].device.type == "cuda")
         self._owner = {id(slot.parameter): bucket.index for bucket in buckets for slot in bucket.slots}
         self._handles: list[RemovableHandle] = []
         self._steps: list[_Marks] = []
@@ -63,18 +63,18 @@ class StepTimer:
     def step_begins(self) -> None:
         """The backward pass of the step before has ended, its waits included."""
         if self.running:
-            self._marks = _Marks(self._count, self._mark())
+            self._marks = _Marks(self._count, self._clock.mark())
 
     def bucket_ready(self, index: int) -> None:
         """The gradients of a bucket are there."""
         if self._marks is not None:
-            self._marks.ready[index] = self._mark()
+            self._marks.ready[index] = self._clock.mark()
 
     def backward_ended(self) -> None:
         """The backward pass is over; waits follow."""
         marks, self._marks = self._marks, None
         if marks is not None and marks.forward_end is not None and all(mark is not None for mark in marks.ready):
-            marks.backward_end = self._mark()
+            marks.backward_end = self._clock.mark()
             self._steps.append(marks)
 
     def _before_module(self, module: torch.nn.Module, args: Any) -> None:
@@ -82,29 +82,15 @@ class StepTimer:
         if marks is None or not torch.is_grad_enabled() or current_task() != NO_TASK:
             return  # evaluation, or a forward within backward
         if marks.forward_start is None:
-            marks.forward_start = self._mark()
+            marks.forward_start = self._clock.mark()
         for parameter in module._parameters.values():
             index = self._owner.get(id(parameter))
             if index is not None and marks.used[index] is None:
-                marks.used[index] = self._mark()
+                marks.used[index] = self._clock.mark()
 
     def _after_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self._marks is not None and torch.is_grad_enabled() and current_task() == NO_TASK:
-            self._marks.forward_end = self._mark()
-
-    def _mark(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter_ns()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _between(self, start: Any, end: Any) -> float:
-        """Microseconds."""
-        if not self._on_gpu:
-            return float(end - start) * 1e-3
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1e3
+            self._marks.forward_end = self._clock.mark()
 
     def result(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         """Medians over the steps, microseconds: forward and backward of each bucket, input side first, and between.
@@ -118,7 +104,7 @@ class StepTimer:
             )
         forward = medians([self._forward(marks) for marks in self._steps])
         backward = medians([self._backward(marks) for marks in self._steps])
-        between = medians([[self._between(marks.start, marks.forward_start)] for marks in self._steps])[0]
+        between = medians([[self._clock.between_us(marks.start, marks.forward_start)] for marks in self._steps])[0]
         return forward, backward, between
 
     def _forward(self, marks: _Marks) -> list[float]:
@@ -130,15 +116,15 @@ class StepTimer:
             if begins is None:  # used without calling the module that owns it
                 shares.append(0.0)
                 continue
-            shares.append(max(self._between(begins, ends), 0.0))
+            shares.append(max(self._clock.between_us(begins, ends), 0.0))
             ends = begins if shares[-1] else ends
-        shares[-1] += max(self._between(marks.forward_start, ends), 0.0)
+        shares[-1] += max(self._clock.between_us(marks.forward_start, ends), 0.0)
         return shares[::-1]
 
     def _backward(self, marks: _Marks) -> list[float]:
         times = [marks.forward_end, *marks.ready]
-        shares = [max(self._between(times[n], times[n + 1]), 0.0) for n in range(self._count)]
-        shares[-1] += max(self._between(times[-1], marks.backward_end), 0.0)
+        shares = [max(self._clock.between_us(times[n], times[n + 1]), 0.0) for n in range(self._count)]
+        shares[-1] += max(self._clock.between_us(times[-1], marks.backward_end), 0.0)
         return shares[::-1]
 
 

@@ -6,13 +6,11 @@ Ours: the paper delays gradients, and has no gate.
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from crossover.deft.compute_clock import ComputeClock
 from crossover.deft.cost import LinkCost
 from crossover.deft.profile import Profile
 from crossover.reduction import Reduction
@@ -67,7 +65,7 @@ class MeasuredTravel(Travel):
         self._cost = cost
         self._warmup_steps, self._profile_steps, self._replan_steps = warmup_steps, profile_steps, replan_steps
         self._most = most
-        self._on_gpu = on_gpu
+        self._clock = ComputeClock(on_gpu)
         self._log = log
         self._given = given
         self._decide_at: int | None = None
@@ -88,7 +86,7 @@ class MeasuredTravel(Travel):
     def step_ends(self) -> None:
         """See :meth:`Travel.step_ends`."""
         if self._began is not None:
-            self._computing.append((self._began, self._mark()))
+            self._computing.append((self._began, self._clock.mark()))
             self._began = None
 
     def landed(self, travelled_us: float | None) -> None:
@@ -103,7 +101,7 @@ class MeasuredTravel(Travel):
         if taken >= self._decide_at:
             self._decide(taken, nbytes)
         if taken >= self._decide_at - self._profile_steps:
-            self._began = self._mark()
+            self._began = self._clock.mark()
 
     def _decide(self, taken: int, nbytes: int) -> None:
         """Collective."""
@@ -125,7 +123,7 @@ class MeasuredTravel(Travel):
             times = given.times()
             return times.compute, sum(times.reduce[0])
         mine = (
-            statistics.median(self._between(*marks) for marks in self._computing) if self._computing else None,
+            statistics.median(self._clock.between_us(*marks) for marks in self._computing) if self._computing else None,
             statistics.median(self._travelled_us) if self._travelled_us else None,
         )
         everyone = self._reduction.communicator.all_gather_object(mine, name=f"{self._reduction.name}.travel.{taken}")
@@ -134,20 +132,6 @@ class MeasuredTravel(Travel):
         known = len(travelling) == len(everyone)
         reduce_us = round(min(travelling)) if known else self._cost.microseconds(nbytes)
         return (round(max(computing)) if computing else None), reduce_us
-
-    def _mark(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter_ns()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _between(self, start: Any, end: Any) -> float:
-        """Microseconds."""
-        if not self._on_gpu:
-            return float(end - start) * 1e-3
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1e3
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`Travel.state_dict`. Measurements are not in it."""
