@@ -187,7 +187,7 @@ class GatedExchange(Exchange):
             "gate": type(self.gate).__name__,
             "lssr": self.gate.lssr,
             "since_shared": self.gate.since_shared,
-            "bytes_saved": 0 if decision.shared else sum(t.numel() * t.element_size() for t in self._tensors()),
+            "bytes_saved": 0 if decision.shared else self._synchronizer.wire_bytes(self._tensors()),
             **self.gate.facts(),
         }
         if decision.voted:

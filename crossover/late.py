@@ -96,8 +96,7 @@ class LateExchange(GatedExchange):
         self._begin_step()
 
     def _begin_step(self) -> None:
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
-        self._travel.step_begins(self.gate.steps, nbytes)
+        self._travel.step_begins(self.gate.steps, self._synchronizer.wire_bytes(self._tensors()))
 
     def facts(self) -> tuple[bool, str, dict[str, Scalar]]:
         """See :meth:`GatedExchange.facts`; with what landed behind the step, and what is on its way after it."""

@@ -54,7 +54,7 @@ class Options:
         self.schedule, self.gate = reconciled(self.schedule, self.gate)
         check_options(self.op, self.backward_passes_per_step, self.gradient_predivide_factor, self.compression)
         if self.gate is not None:
-            check_options_with_gate(self.gate, self.op, self.compression, self.schedule)
+            check_options_with_gate(self.gate, self.op, self.schedule)
 
     def facts(self) -> dict[str, Any]:
         """What has to be equal on all ranks, for comparing and for messages."""
@@ -149,15 +149,10 @@ def check_options(op: int, passes: int, predivide: float, compression: object) -
         )
 
 
-def check_options_with_gate(gate: Gate, op: int, compression: object, schedule: Schedule) -> None:
+def check_options_with_gate(gate: Gate, op: int, schedule: Schedule) -> None:
     """Raise ``ValueError`` for an option that means nothing, or something else, with a gate."""
     if op != Average:
         raise ValueError("op: is Sum; a gate averages over ranks, use crossover.Average")
-    if gate.average == "parameters" and compression is not Compression.none:
-        raise ValueError(
-            "compression: makes gradients smaller, and this gate averages parameters; leave it at Compression.none, or "
-            "give the gate average='gradients'"
-        )
     if isinstance(schedule, DelayedSchedule):
         _check_late_averages(gate, schedule)
     elif not isinstance(schedule, Overlapped):

@@ -16,7 +16,7 @@ from crossover.selsync import Gate, Periodic, SelSync
 
 from ..workloads import Workload
 from . import horovod
-from .system import MakeOptimizer, Settings, System, Training
+from .system import MakeOptimizer, Prepare, Settings, System, Training
 from .torch_ddp import AVERAGING_PERIOD, bucket_sizes
 
 SMALLEST_PIECE = 64 * 1024
@@ -53,9 +53,12 @@ def overlapped(
     workload: Workload,
     horizon: int,
     bucket_cap_mb: float | None = None,
+    compression: Any = xo.Compression.none,
 ) -> Training:
     """The default schedule, on the backend of whatever launched the ranks; buckets are sized by the search DDP gets."""
-    sizes = {} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb, "first_bucket_cap_mb": bucket_cap_mb}
+    sizes: dict[str, Any] = {"compression": compression}
+    if bucket_cap_mb is not None:
+        sizes |= {"bucket_cap_mb": bucket_cap_mb, "first_bucket_cap_mb": bucket_cap_mb}
     facts: dict[str, Any] = {"bucket_cap_mb": "default (25, first 1)" if bucket_cap_mb is None else bucket_cap_mb}
     return _prepared(model, make_optimizer, workload, Overlapped(), sizes, facts)
 
@@ -79,7 +82,12 @@ def priority(
 
 
 def deft(
-    model: nn.Module, make_optimizer: MakeOptimizer, workload: Workload, horizon: int, preserved: bool = True
+    model: nn.Module,
+    make_optimizer: MakeOptimizer,
+    workload: Workload,
+    horizon: int,
+    preserved: bool = True,
+    compression: Any = xo.Compression.none,
 ) -> Training:
     """DeFT, measured in its last synchronous steps: 25, or an eighth of a shorter training; rates rise for a third.
 
@@ -93,7 +101,7 @@ def deft(
         capacity=None if preserved else (1, 1),
     )
     facts: dict[str, Any] = {"warmup": warmup}
-    training = _prepared(model, make_optimizer, workload, schedule, {}, facts)
+    training = _prepared(model, make_optimizer, workload, schedule, {"compression": compression}, facts)
 
     def finish() -> None:
         facts["decision"] = str(schedule.decisions[-1]) if schedule.decisions else "none"
@@ -123,12 +131,17 @@ def _gated(
     workload: Workload,
     gate: Gate,
     schedule: Schedule | None = None,
+    compression: Any = xo.Compression.none,
     **facts: Any,
 ) -> Training:
     """With local steps; evaluations see the average of all ranks' parameters."""
     xo.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = xo.DistributedOptimizer(
-        make_optimizer(model.parameters()), model.named_parameters(), gate=gate, schedule=schedule
+        make_optimizer(model.parameters()),
+        model.named_parameters(),
+        gate=gate,
+        schedule=schedule,
+        compression=compression,
     )
 
     def finish() -> None:
@@ -139,31 +152,52 @@ def _gated(
 
 
 def selsync(
-    model: nn.Module, make_optimizer: MakeOptimizer, workload: Workload, horizon: int, delta: float = 0.3
+    model: nn.Module,
+    make_optimizer: MakeOptimizer,
+    workload: Workload,
+    horizon: int,
+    delta: float = 0.3,
+    compression: Any = xo.Compression.none,
 ) -> Training:
     """SelSync with the paper's delta and its 25 steps of warm-up, or a sixteenth of a shorter training."""
     warmup = min(25, max(2, horizon // 16))
     gate = SelSync(delta, warmup_steps=warmup, buffers=model)
-    return _gated(model, make_optimizer, workload, gate, delta=delta, warmup=warmup)
+    return _gated(model, make_optimizer, workload, gate, compression=compression, delta=delta, warmup=warmup)
 
 
 def both(
-    model: nn.Module, make_optimizer: MakeOptimizer, workload: Workload, horizon: int, delta: float = 0.0
+    model: nn.Module,
+    make_optimizer: MakeOptimizer,
+    workload: Workload,
+    horizon: int,
+    delta: float = 0.0,
+    compression: Any = xo.Compression.none,
 ) -> Training:
     """SelSync whose averages travel under the next steps, one after the other: a threshold would only leave gaps."""
     warmup = min(25, max(4, horizon // 16))
     gate = SelSync(delta, warmup_steps=warmup, buffers=model)
     schedule = DeFT(warmup_steps=warmup, profile_steps=max(2, warmup // 2))
-    return _gated(model, make_optimizer, workload, gate, schedule, delta=delta, warmup=warmup)
+    return _gated(model, make_optimizer, workload, gate, schedule, compression, delta=delta, warmup=warmup)
 
 
 def periodic(
-    model: nn.Module, make_optimizer: MakeOptimizer, workload: Workload, horizon: int, every: int = AVERAGING_PERIOD
+    model: nn.Module,
+    make_optimizer: MakeOptimizer,
+    workload: Workload,
+    horizon: int,
+    every: int = AVERAGING_PERIOD,
+    compression: Any = xo.Compression.none,
 ) -> Training:
     """Local SGD with the period of post-local SGD here, and a tenth of training as warm-up instead of half."""
     warmup = horizon // 10
     gate = Periodic(every, warmup, buffers=model)
-    return _gated(model, make_optimizer, workload, gate, every=every, warmup=warmup)
+    return _gated(model, make_optimizer, workload, gate, compression=compression, every=every, warmup=warmup)
+
+
+def _narrow(name: str, label: str, prepare: Prepare, tuned_as: str = "") -> System:
+    """What is shared travels in half precision: gradients, or with a gate the distance from the last average."""
+    half = partial(prepare, compression=xo.Compression.fp16)
+    return System(f"{name}_fp16", f"{label}, fp16", half, exact=False, tuned_as=tuned_as, emulated=True)
 
 
 SYSTEMS = (
@@ -190,4 +224,9 @@ SYSTEMS = (
         emulated=True,
         unavailable=horovod.unavailable,
     ),
+    _narrow("crossover", "Crossover, Overlapped", overlapped, tuned_as="ddp"),
+    _narrow("crossover_selsync", "Crossover, SelSync", selsync),
+    _narrow("crossover_periodic", "Crossover, local SGD", periodic),
+    _narrow("crossover_deft", "Crossover, DeFT", deft),
+    _narrow("crossover_both", "Crossover, SelSync + DeFT", both),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,10 +39,12 @@ class Averager:
 
     Args:
         reduction: whose ranks take part, and where costs are booked.
+        pack: makes the packs of parameters, given buffers to use; :class:`Pack` of each kind unless given.
     """
 
-    def __init__(self, reduction: Reduction) -> None:
+    def __init__(self, reduction: Reduction, pack: MakePacks | None = None) -> None:
         self._reduction = reduction
+        self._pack = pack or packed
         self._buffers: dict[int, Tensor] = {}
 
     @torch.no_grad()
@@ -62,16 +64,16 @@ class Averager:
             stand_in: this rank has no data left: it adds nothing, and takes the average of the others.
             measure_drift: compute :attr:`Averaged.drift`, at the price of one more pass over the parameters.
         """
-        first, rest = pack_up(parameters), pack_up(others)
-        packs = [Pack(tensors, self._buffers.get(number)) for number, tensors in enumerate([*first, *rest])]
-        measured = len(first) if measure_drift else 0
+        packs = list(self._pack(parameters, self._buffers))
+        measured = len(packs) if measure_drift else 0
+        for number, tensors in enumerate(pack_up(others), start=len(packs)):
+            packs.append(Pack(tensors, self._buffers.get(number)))
         for number, pack in enumerate(packs):
             self._buffers[number] = pack.buffer
             pack.fill(stand_in)
             pack.send(self._reduction, f"average{number}")
         squares = sum(pack.take(stand_in, number < measured) for number, pack in enumerate(packs))
-        nbytes = sum(pack.buffer.numel() * pack.buffer.element_size() for pack in packs)
-        return Averaged(nbytes, len(packs), squares**0.5 if measure_drift else None)
+        return Averaged(sum(pack.nbytes for pack in packs), len(packs), squares**0.5 if measure_drift else None)
 
     def release(self) -> None:
         """Keep no memory until the next average."""
@@ -88,20 +90,25 @@ class Pack:
     Attributes:
         buffer: where they travel.
         parts: places in it, with the tensors' shapes.
+        nbytes: handed to collectives.
+        stands_in: whether this rank adds nothing.
     """
 
     def __init__(self, tensors: Sequence[Tensor], buffer: Tensor | None = None) -> None:
         self._tensors = [as_real(tensor) for tensor in tensors]
         self._average = tensors[0].is_floating_point() or tensors[0].is_complex()
         first, size = self._tensors[0], sum(tensor.numel() for tensor in self._tensors) + 1
-        dtype = _WIDER.get(first.dtype, first.dtype)
+        dtype = wire_dtype(first.dtype)
         if buffer is None or (buffer.numel(), buffer.dtype, buffer.device) != (size, dtype, first.device):
             buffer = torch.empty(size, dtype=dtype, device=first.device)
         self.buffer = buffer
         self.parts = _parts(buffer, self._tensors)
+        self.nbytes = size * buffer.element_size()
+        self.stands_in = False
 
     def fill(self, stand_in: bool) -> None:
         """Put into the buffer what this rank adds: its tensors, or nothing."""
+        self.stands_in = stand_in
         if stand_in:
             self.buffer.fill_(0 if self._average else torch.iinfo(self.buffer.dtype).min)
         else:
@@ -139,6 +146,14 @@ class Pack:
         return squares
 
 
+MakePacks = Callable[[Sequence[Tensor], dict[int, Tensor]], Sequence[Pack]]
+
+
+def packed(tensors: Sequence[Tensor], buffers: dict[int, Tensor]) -> list[Pack]:
+    """A pack of each kind of tensor, in ``buffers`` as far as those fit."""
+    return [Pack(group, buffers.get(number)) for number, group in enumerate(pack_up(tensors))]
+
+
 def pack_up(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Tensors that travel together: of one kind, up to a size."""
     packs: list[list[Tensor]] = []
@@ -154,6 +169,11 @@ def pack_up(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         pack.append(tensor)
         opened[kind] = (pack, size + tensor.numel() * tensor.element_size())
     return packs
+
+
+def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which numbers of ``dtype`` are added up: half precision in float32."""
+    return _WIDER.get(dtype, dtype)
 
 
 def as_real(tensor: Tensor) -> Tensor:

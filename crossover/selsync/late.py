@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from crossover.reduction import Reduction
-from crossover.selsync.averaging import Pack, as_real, pack_up
+from crossover.selsync.averaging import MakePacks, Pack, as_real, pack_up, packed
 
 
 @dataclass(slots=True)
@@ -70,6 +70,7 @@ class LateAverager:
 
     Args:
         reduction: whose ranks take part, and where costs are booked.
+        pack: makes the packs of parameters, given buffers to use.
 
     Attributes:
         share: what is on its way; ``None``: nothing.
@@ -77,8 +78,9 @@ class LateAverager:
         dropped: those that never landed, because a checkpoint did not hold every rank's part.
     """
 
-    def __init__(self, reduction: Reduction) -> None:
+    def __init__(self, reduction: Reduction, pack: MakePacks = packed) -> None:
         self._reduction = reduction
+        self._pack = pack
         self._link = reduction.communicator.duplicate(name=f"{reduction.name}.late")
         self._memory: list[tuple[Tensor, Tensor]] = []
         self.share: Share | None = None
@@ -98,7 +100,7 @@ class LateAverager:
         assert self.share is None, "one average at a time"
         groups = pack_up(tensors)
         held = dict(enumerate(self._memory))
-        packs = [Pack(group, held[number][0] if number in held else None) for number, group in enumerate(groups)]
+        packs = list(self._pack(tensors, {number: buffer for number, (buffer, _) in held.items()}))
         snapshots = [_snapshot(pack, held[number][1] if number in held else None) for number, pack in enumerate(packs)]
         self._memory = [(pack.buffer, snapshot) for pack, snapshot in zip(packs, snapshots, strict=True)]
         for number, pack in enumerate(packs):

@@ -75,7 +75,7 @@ class LateSynchronizer(Synchronizer):
     ) -> None:
         super().__init__(gate, reduction, optimizer, parameters)
         self.travel = travel
-        self.late = LateAverager(reduction)
+        self.late = LateAverager(reduction, self._packer.packs)
         self.landed: Landed | None = None
         self._kept = KeptBack()
         self._launches = False
@@ -161,8 +161,7 @@ class LateSynchronizer(Synchronizer):
         self._averager.release()
         after = self.gate.steps + 1
         share = self.late.launch(self._parameters(), after=after, under=self.travel.steps, stand_in=stand_in)
-        nbytes = sum(pack.buffer.numel() * pack.buffer.element_size() for pack in share.packs)
-        return Averaged(nbytes, len(share.packs), None)
+        return Averaged(sum(pack.nbytes for pack in share.packs), len(share.packs), None)
 
     def flush(self, *, stand_in: bool = False) -> None:
         """See :meth:`Synchronizer.flush`. What is on its way lands first."""

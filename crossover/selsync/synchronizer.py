@@ -26,6 +26,7 @@ from crossover.selsync.ballot import (
 )
 from crossover.selsync.gate import Gate
 from crossover.selsync.local_gradients import LocalGradients
+from crossover.selsync.narrow import Packer
 
 Entry = tuple[int, str, tuple[int, ...], str]
 """One tensor of the optimizer's state: number of its parameter, key, shape, dtype."""
@@ -53,7 +54,8 @@ class Synchronizer:
         self._reduction = reduction
         self._optimizer = weakref.ref(optimizer)
         self._parameters = parameters
-        self._averager = Averager(reduction)
+        self._packer = Packer(reduction.compression if gate.average == "parameters" else None)
+        self._averager = Averager(reduction, self._packer.packs)
         self._ballot: Ballot | None = None
         self._pending: Decision | None = None
 
@@ -121,6 +123,10 @@ class Synchronizer:
         self._average({Field.FLUSHING: 1, Field.APART: self.gate.apart or stand_in}, stand_in)
         self.gate.since_shared = 0
         self.gate.apart = False
+
+    def wire_bytes(self, tensors: Sequence[Tensor]) -> int:
+        """Size of an average of ``tensors`` on its way."""
+        return self._packer.wire_bytes(tensors)
 
     def _votes_now(self) -> bool:
         """Whether ranks vote in this step; the same on all of them."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import command, figures, harness, scaling, step_time, time_to_accuracy
+from benchmarks import command, figures, harness, moonshot, scaling, step_time, time_to_accuracy
 from benchmarks.harness import Cell, Measured, Outcome
 from benchmarks.sites import Emulated, Site
 from benchmarks.testbed import BandwidthError, JobError
@@ -219,6 +219,25 @@ def test_time_to_accuracy_is_ddps_final_and_the_slowest_ranks() -> None:
     # 20 steps at the limit of 50 ms beside DDP's 2 s
     assert rows[2][1:3] == ["1.0", "0.500"]
     assert "target: accuracy 0.8000" in time_to_accuracy.section(outcome_of(ddp=ddp, crossover=ours), 20)
+
+
+def test_moonshot_measures_by_ddp_on_the_open_link() -> None:
+    def trained(seconds: list[float], accuracies: list[float]) -> Measured:
+        answer = {"seconds": seconds, "accuracies": accuracies, "steps": 40}
+        return Measured([[answer, answer]])
+
+    opened = [time_to_accuracy.curve(trained([0.0, 2.0, 4.0], [0.1, 0.8, 0.9]).runs[0])]
+    systems = {
+        "crossover_fp16": trained([0.0, 3.0, 5.0], [0.1, 0.8, 0.9]),
+        "crossover_both_fp16": trained([0.0, 2.0, 3.0], [0.1, 0.8, 0.89]),
+        "crossover_deft_fp16": Measured(reason="no luck"),
+    }
+    lines = moonshot.table(opened, [Outcome(CELL, systems)], "vgg").splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [row[0] for row in rows] == ["-", "1", "1", "1"]
+    assert [row[3] for row in rows] == ["1.000", "1.250", "", ""]
+    assert [row[2] for row in rows] == ["4.0", "5.0", "not reached", "cannot run"]
+    assert moonshot.table(opened, [Outcome(CELL, systems)], "gpt").count("\n") == 2, "another workload's cells"
 
 
 def test_quick_and_usual_options() -> None:

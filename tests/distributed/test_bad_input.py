@@ -82,10 +82,6 @@ WRONG: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         "gate: averages the optimizer's state",
     ),
     "a gate with sums": (lambda m: wrap(m, gate="periodic:4", op=xo.Sum), "op: is Sum"),
-    "a gate with compression": (
-        lambda m: wrap(m, gate="periodic:4", compression=xo.Compression.fp16),
-        "average='gradients'",
-    ),
     "turns": (lambda m: wrap(m, sharing="turns"), "sharing"),
 }
 

@@ -1,0 +1,138 @@
+"""How near does training over a slow link come to DDP on a link without limit?
+
+    python -m benchmarks.moonshot [--cr 1,2,4,8] [--workloads resnet,vgg,gpt] [--repeats 3] [--longer 1.25]
+                                  [--systems crossover_fp16,crossover_both_fp16] [--quick] [--save]
+
+DDP trains between hosts whose links nobody slows: what it takes is computing and the work of the collectives
+themselves. Its final accuracy, mean over the seeds, is the target, and its time to there the measure. Then each system
+trains over links that give the coverage rate, as in ``benchmarks.time_to_accuracy``: systems that are not exact for
+``--longer`` times the steps. ``x DDP, open link`` is time to target over DDP's: 1 is a network that costs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from benchmarks import command, figures, harness, notes, peers, time_to_accuracy, workloads
+from benchmarks.harness import BASE, Cell, Measured, Outcome, say
+from benchmarks.sites import Bed, Site, site
+from benchmarks.testbed import Testbed
+from benchmarks.time_to_accuracy import EVERY, Curve, curves_of, mean_curve, measure, row
+
+MODULE = "benchmarks.moonshot"
+OPEN_RATE = "10gbit"
+"""More than two pinned cores can send: the shaper never holds anything back."""
+SYSTEMS = ("crossover_fp16", "crossover_deft_fp16", "crossover_selsync_fp16", "crossover_both_fp16")
+HEADER = ["CR", *(name.replace("x DDP", "x DDP, open link") for name in time_to_accuracy.HEADER)]
+
+
+def open_link(options: argparse.Namespace) -> dict[str, Measured]:
+    """DDP on links that are as fast as they go, for each workload."""
+    found = {}
+    with Testbed(2, OPEN_RATE, check_bandwidth=False) as testbed:
+        place = Bed(testbed)
+        for name in options.workloads:
+            found[name] = Measured()
+            for seed in range(options.repeats):
+                task = task_of(options, name) | {"workload": name, "steps": steps_of(options, name), "seed": seed}
+                found[name].add(train(place, task))
+                say(f"open link, seed {seed}: {name} in {curves_of(found[name])[-1].seconds[-1]:.1f} s")
+    return found
+
+
+def train(place: Site, task: dict[str, Any]) -> list[dict[str, Any]]:
+    """One training with DDP as it comes; each rank's answer."""
+    words = ["--worker", json.dumps({**task, "systems": [BASE], "choices": {}})]
+    return [rank[BASE] for rank in place.run(MODULE, words, peers.get(BASE).launcher, 600.0)]
+
+
+def task_of(options: argparse.Namespace, name: str) -> dict[str, Any]:
+    """What ranks are told about a training."""
+    batch_size = options.batch_size or workloads.get(name).batch_size
+    return {"every": options.every, "longer": options.longer, "tune": False, "batch_size": batch_size}
+
+
+def steps_of(options: argparse.Namespace, name: str, cell: Cell | None = None) -> int:
+    """DDP's steps, a multiple of those between evaluations; the same in every cell."""
+    wanted: int = options.steps or (2 * options.every if options.quick else workloads.get(name).steps)
+    every: int = options.every
+    return max(every, wanted // every * every)
+
+
+def slowed(options: argparse.Namespace) -> list[Outcome]:
+    """All systems at all coverage rates."""
+    outcomes: list[Outcome] = []
+    with site(2, emulated=False) as place:
+        for name in options.workloads:
+            cells = harness.make_cells(place, [name], options.cr, options.batch_size)
+            task, steps = task_of(options, name), partial(steps_of, options, name)
+            outcomes += harness.in_turn(place, MODULE, cells, options.systems, options.repeats, steps, task)
+    return outcomes
+
+
+def sections(opened: dict[str, Measured], outcomes: Sequence[Outcome]) -> list[str]:
+    """A table for each workload, and beneath them what each cell was measured on."""
+    tables = [f"### {name}\n\n{table(curves_of(base), outcomes, name)}" for name, base in opened.items()]
+    details = [f"### {o.cell}\n\n{o.refused or figures.facts(o)}\n\n{figures.choices(o.systems)}" for o in outcomes]
+    return [*tables, *details]
+
+
+def table(base: Sequence[Curve], outcomes: Sequence[Outcome], workload: str) -> str:
+    """One workload: DDP on the open link, and every system at every coverage rate."""
+    mean = mean_curve(base)
+    target = mean.accuracies[-1]
+    base_s = mean.time_to(target)
+    assert base_s is not None, "the curve ends at the target"
+    line = partial(row, target=target, base_s=base_s)
+    lines = [["-", *line("DDP, open link", base, compute_s=mean.seconds[-1] / mean.steps)]]
+    for outcome in (outcome for outcome in outcomes if outcome.cell.workload == workload and not outcome.refused):
+        compute_s = outcome.cell.compute.step_s
+        for name, measured in outcome.systems.items():
+            label = peers.get(name).label
+            cells = line(label, curves_of(measured), compute_s=compute_s) if measured.ran else [label, "cannot run"]
+            lines.append([f"{outcome.cell.cr:g}", *cells, *[""] * (len(HEADER) - 1 - len(cells))])
+    return notes.table(HEADER, lines)
+
+
+def options_of(words: Sequence[str] | None) -> argparse.Namespace:
+    """The command line, completed."""
+    parser = command.parser(__doc__ or "", ["resnet", "vgg", "gpt"], "1,2,4,8", 3)
+    parser.add_argument("--steps", type=int, help="DDP's steps of training (each workload's own)")
+    parser.add_argument("--batch-size", type=int, help="examples a rank and step (each workload's own)")
+    parser.add_argument("--longer", type=float, default=1.25, help="times the steps, where not exact (%(default)s)")
+    parser.add_argument("--every", type=int, default=EVERY, help="steps between evaluations (%(default)s)")
+    parser.set_defaults(systems=list(SYSTEMS))
+    options = parser.parse_args(words)
+    command.complete(parser, options, (["vgg"], [2.0]))
+    options.systems = [name for name in options.systems if name != BASE]
+    if options.emulated or not options.systems:
+        parser.error("give systems other than ddp, and no --emulated: DDP does not run on the emulated link")
+    return options
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    options = options_of(words)
+    if options.worker:
+        harness.work(options.worker, measure)
+        return 0
+    return command.carry_out(partial(question, options))
+
+
+def question(options: argparse.Namespace) -> int:
+    """Measure, and show."""
+    opened = open_link(options)
+    outcomes = slowed(options)
+    data = {"open": {k: dataclasses.asdict(v) for k, v in opened.items()}, "slowed": figures.as_data(outcomes)}
+    command.conclude(options, "moonshot", "Slow links beside a link without limit", sections(opened, outcomes), data)
+    return command.exit_code(outcomes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
