@@ -11,6 +11,7 @@ from torch import nn
 import crossover as xo
 from crossover.auto import Auto
 from crossover.deft import DeFT
+from crossover.deft.pilot import Decision
 from crossover.schedulers import Overlapped, Priority, Schedule
 from crossover.selsync import Gate, Periodic, SelSync
 
@@ -81,6 +82,12 @@ def priority(
     return _prepared(model, make_optimizer, workload, Priority(**sizes), {}, dict(sizes))
 
 
+def last_plan(decisions: Sequence[Decision]) -> str:
+    """What was decided last about the plan; warnings may have followed."""
+    plans = [decision for decision in decisions if decision.action.startswith(("delayed", "synchronous"))]
+    return str((plans or decisions)[-1]) if decisions else "none"
+
+
 def deft(
     model: nn.Module,
     make_optimizer: MakeOptimizer,
@@ -104,7 +111,7 @@ def deft(
     training = _prepared(model, make_optimizer, workload, schedule, {"compression": compression}, facts)
 
     def finish() -> None:
-        facts["decision"] = str(schedule.decisions[-1]) if schedule.decisions else "none"
+        facts["decision"] = last_plan(schedule.decisions)
         training.finish()
 
     return Training(model, training.optimizer, training.scheduled, workload.loss, finish, facts)
@@ -119,7 +126,7 @@ def auto(model: nn.Module, make_optimizer: MakeOptimizer, workload: Workload, ho
 
     def finish() -> None:
         facts["choice"] = schedule.choice
-        facts["decision"] = str(schedule.decisions[-1]) if schedule.decisions else "none"
+        facts["decision"] = last_plan(schedule.decisions)
         training.finish()
 
     return Training(model, training.optimizer, training.scheduled, workload.loss, finish, facts)
