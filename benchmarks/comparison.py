@@ -37,15 +37,16 @@ from crossover import telemetry
 from crossover.telemetry.style import GRID, STYLE
 
 MODULE = "benchmarks.comparison"
-PLAIN, BOTH = "crossover", "crossover_both"
+PLAIN, ALL = "crossover", "crossover_both_fp16"
 MEETING_SECONDS = 90.0
 LABELS = {
     PLAIN: ("plain", "every step shared, as DDP does", "#444444"),
     "crossover_deft": ("DeFT", "gradients travel under the next steps", "#e69f00"),
     "crossover_selsync": ("SelSync", "only significant steps shared", "#0072b2"),
-    BOTH: ("SelSync + DeFT", "what is shared travels under the next steps", "#009e73"),
+    "crossover_both": ("SelSync + DeFT", "what is shared travels under the next steps", "#009e73"),
+    ALL: ("SelSync + DeFT, fp16", "the same, in half as many bytes", "#cc79a7"),
 }
-PAIRS = {PLAIN: "plain, taking turns", BOTH: "SelSync + DeFT, taking turns"}
+PAIRS = {PLAIN: "plain, taking turns", ALL: "SelSync + DeFT, fp16, taking turns"}
 
 
 @dataclass(frozen=True)

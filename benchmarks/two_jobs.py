@@ -31,7 +31,8 @@ from benchmarks import command, loopback, notes, workloads
 from benchmarks.figures import milliseconds
 from benchmarks.harness import say
 from benchmarks.testbed import JobError, Testbed, parse_rate
-from crossover.sync import JobProfile, forecast
+from benchmarks.workloads import coverage
+from crossover.sync import Forecast, JobProfile, forecast
 from crossover.sync.registry import present
 
 MODULE = "benchmarks.two_jobs"
@@ -267,18 +268,20 @@ def _measure_way(bed: Testbed, result: Result, way: str, steps: Mapping[int, int
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def predicted(result: Result) -> str:
-    """The forecast from what a step computes with turns and how long it takes alone."""
-    profiles = [
-        JobProfile(f"job{number}", compute, max(step - compute, 0.0))
-        for number, (compute, step) in enumerate(zip(result.compute_s, result.step_s, strict=True))
-    ]
-    return f"{forecast(profiles).gain:.2f}"
+def predicted(result: Result) -> Forecast:
+    """The forecast from what a step computes with turns, how long it takes alone, and what the link has to carry."""
+    scenario, rate = result.scenario, parse_rate(result.scenario.rate)
+    profiles = []
+    for number, (name, batch) in enumerate(scenario.jobs):
+        compute, gradient_bytes = result.compute_s[number], workloads.get(name, batch).gradient_bytes
+        network = coverage.all_reduce_s(gradient_bytes, rate, scenario.hosts)
+        profiles.append(JobProfile(f"job{number}", compute, max(result.step_s[number] - compute, 0.0), network))
+    return forecast(profiles, shared_link=True)
 
 
 def section(result: Result) -> str:
     """One scenario's table."""
-    rows = []
+    rows, expected = [], predicted(result)
     serial = [sum(steps) for steps in result.alone_s]
     for way in WAYS:
         gains = result.gains(way)
@@ -286,13 +289,14 @@ def section(result: Result) -> str:
         row = [way, milliseconds(statistics.median(walls)), f"{milliseconds(min(walls))} to {milliseconds(max(walls))}"]
         row += [f"{statistics.median(gains):.2f}", "", "", ""]
         if way == TURNS:
-            row[4] = predicted(result)
+            row[4] = f"{expected.gain:.2f}"
             row[5] = milliseconds(statistics.median(turn["turn_s"] for turn in result.turns))
             row[6] = milliseconds(statistics.median(turn["waited_s"] for turn in result.turns))
         rows.append(row)
     alone = ", ".join(milliseconds(step) for step in result.step_s)
+    bound = f"forecast with turns: {milliseconds(expected.shared_s)} ms, bound by {expected.limit}"
     return "\n\n".join(
-        [f"### {result.scenario}", notes.table(HEADER, rows), f"A step alone: {alone} ms. {result.place}."]
+        [f"### {result.scenario}", notes.table(HEADER, rows), f"A step alone: {alone} ms; {bound}. {result.place}."]
     )
 
 
