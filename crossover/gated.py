@@ -87,6 +87,7 @@ class GatedExchange(Exchange):
             self.gate.state_dict(), name=f"{self.reduction.name}.adopt.gate"
         )
         self.gate.agree(states)
+        self._synchronizer.forget()
         return [state["apart"] for state in states]
 
     def _place(self, newcomers: Sequence[NamedParameter], facts: Sequence[dict[str, Any]]) -> None:

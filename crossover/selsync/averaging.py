@@ -22,7 +22,7 @@ class Averaged:
 
     Attributes:
         nbytes: payload handed to collectives.
-        collectives: how many were started.
+        collectives: packs that were sent.
         drift: Euclidean distance of this rank's parameters from the average; ``None`` unless asked for.
     """
 
@@ -34,8 +34,9 @@ class Averaged:
 class Averager:
     """Replaces tensors by their average over all ranks that take part; bit-equal everywhere afterwards.
 
-    Tensors of one dtype and device travel together in flat buffers. Half precision is sent and added in float32. Whole
-    numbers and flags, such as BatchNorm's count of batches, become the largest of all ranks.
+    Tensors of one dtype and device travel together in flat buffers. Half precision is sent and added in float32, unless
+    packs are made that compress. Whole numbers and flags, such as BatchNorm's count of batches, become the largest of
+    all ranks.
 
     Args:
         reduction: whose ranks take part, and where costs are booked.

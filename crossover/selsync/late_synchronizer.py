@@ -191,8 +191,9 @@ class LateSynchronizer(Synchronizer):
     def agree(self) -> None:
         """Go on from what ranks have loaded since this was last called, by one rule for all of them. Collective.
 
-        With every rank's own state, training goes on bit for bit. With another's, as that of rank 0 alone, what was on
-        its way is dropped and counted. What was on its way here is dropped as well, in favour of that.
+        With every rank's own state, training goes on bit for bit, or with compression equal to rounding. With
+        another's, as that of rank 0 alone, what was on its way is dropped and counted. What was on its way here is
+        dropped as well, in favour of that.
 
         Raises:
             RankMismatchError: on every rank: schedules are set differently.
@@ -207,6 +208,7 @@ class LateSynchronizer(Synchronizer):
         )
         self._require_equal_settings([settings for settings, _, _ in everyone])
         dropped = self.late.drop()
+        self.forget()  # what was on its way has left its average behind
         self._kept = KeptBack()
         known = [facts for _, _, facts in everyone if facts is not None]
         if not known:

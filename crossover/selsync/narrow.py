@@ -1,7 +1,8 @@
 """Averages of parameters in fewer bits: what travels is how far parameters are from a point that all ranks know.
 
 Half precision of the parameters themselves would round away what a step changed. Their distance from where ranks
-agreed last is small, and is rounded in proportion to itself. Ours; SelSync sends parameters as they are.
+agreed last is small, and is rounded in proportion to itself; in float16, which has few small numbers, down to about
+``2e-10`` times the number of ranks, and it must not reach 256. Ours; SelSync sends parameters as they are.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from crossover.comm.communicator import Communicator
 from crossover.reduction import Compressor, Reduction
 from crossover.selsync.averaging import Pack, as_real, pack_up, wire_dtype
 
+SCALE = 256.0
+"""Distances are multiplied by this before they are compressed: a power of two, which rounds nothing by itself."""
+
 
 class Packer:
     """Makes the packs of an optimizer's parameters, and knows the average that each of them brought last.
@@ -31,7 +35,6 @@ class Packer:
     def __init__(self, compression: type[Compressor] | None) -> None:
         self.compression = compression
         self.known: dict[int, Tensor] = {}
-        self._element_bytes: dict[torch.dtype, int] = {}
 
     def packs(self, tensors: Sequence[Tensor], buffers: dict[int, Tensor]) -> list[Pack]:
         """Packs of ``tensors``, in ``buffers`` as far as those fit. All ranks give the same ones in the same order."""
@@ -40,14 +43,22 @@ class Packer:
             return [Pack(group, buffers.get(number)) for number, group in groups]
         return [NarrowPack(group, buffers.get(number), self, number) for number, group in groups]
 
-    def wire_bytes(self, tensors: Sequence[Tensor]) -> int:
-        """Size of an average of ``tensors`` on its way."""
-        values = [as_real(tensor) for tensor in tensors]
-        for dtype in {value.dtype for value in values} - self._element_bytes.keys():
-            one = torch.zeros(1, dtype=wire_dtype(dtype))
-            wire = one if self.compression is None else self.compression.compress(one)[0]
-            self._element_bytes[dtype] = wire.element_size()
-        return sum(value.numel() * self._element_bytes[value.dtype] for value in values)
+    def forget(self) -> None:
+        """Let the next averages travel as they are. On all ranks at once."""
+        self.known.clear()
+
+
+def wire_bytes(tensors: Sequence[Tensor], compression: type[Compressor] | None, *, widened: bool) -> int:
+    """Size of ``tensors`` on their way; ``widened``: half precision is added up in float32, if it is not compressed."""
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    total = 0
+    for value in map(as_real, tensors):
+        kind = (value.dtype, value.device)
+        if kind not in sizes:
+            one = torch.zeros(1, dtype=wire_dtype(value.dtype) if widened else value.dtype, device=value.device)
+            sizes[kind] = (one if compression is None else compression.compress(one)[0]).element_size()
+        total += value.numel() * sizes[kind]
+    return total
 
 
 class NarrowPack(Pack):
@@ -64,13 +75,10 @@ class NarrowPack(Pack):
         super().__init__(tensors, buffer)
         self._packer, self._number = packer, number
         known, values = packer.known.get(number), self.buffer[:-1]
-        fits = known is not None and (known.shape, known.dtype, known.device) == (
-            values.shape,
-            values.dtype,
-            values.device,
-        )
-        self._origin = known if fits else None
+        kind = (values.shape, values.dtype, values.device)
+        self._origin = known if known is not None and (known.shape, known.dtype, known.device) == kind else None
         self._context: Any = None
+        self._factor = 1.0
         self._ranks: AccountedReduction | None = None
 
     def send(self, reduction: Reduction, name: str, link: Communicator | None = None) -> None:
@@ -80,7 +88,9 @@ class NarrowPack(Pack):
             return
         values, counted = self.buffer[:-1], self.buffer[-1:]
         if not self.stands_in:
-            values.sub_(self._origin)
+            # Divided before the sum, which has to fit into the few bits.
+            values.sub_(self._origin).mul_(SCALE / reduction.communicator.size)
+        self._factor = reduction.communicator.size / SCALE
         assert self._packer.compression is not None
         wire, self._context = self._packer.compression.compress(values)
         self._ranks = AccountedReduction(reduction, counted, name=f"{name}.ranks", link=link)
@@ -103,11 +113,11 @@ class NarrowPack(Pack):
             return False
         values = self.buffer[:-1]
         values.copy_(self._packer.compression.decompress(wire, self._context))
-        values.div_(counted).add_(self._origin)
+        values.mul_(self._factor).div_(counted).add_(self._origin)
         return True
 
     def _keep(self) -> None:
+        # Of a training that has diverged nothing may stay behind that spoils the averages of one that is set back.
+        average = torch.nan_to_num(self.buffer[:-1], nan=0.0, posinf=0.0, neginf=0.0, out=self._origin)
         if self._origin is None:
-            self._packer.known[self._number] = self.buffer[:-1].clone()
-        else:
-            self._origin.copy_(self.buffer[:-1])
+            self._packer.known[self._number] = average

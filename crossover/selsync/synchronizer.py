@@ -26,7 +26,7 @@ from crossover.selsync.ballot import (
 )
 from crossover.selsync.gate import Gate
 from crossover.selsync.local_gradients import LocalGradients
-from crossover.selsync.narrow import Packer
+from crossover.selsync.narrow import Packer, wire_bytes
 
 Entry = tuple[int, str, tuple[int, ...], str]
 """One tensor of the optimizer's state: number of its parameter, key, shape, dtype."""
@@ -125,8 +125,12 @@ class Synchronizer:
         self.gate.apart = False
 
     def wire_bytes(self, tensors: Sequence[Tensor]) -> int:
-        """Size of an average of ``tensors`` on its way."""
-        return self._packer.wire_bytes(tensors)
+        """Size of what is shared of ``tensors`` on its way."""
+        return wire_bytes(tensors, self._reduction.compression, widened=self.gate.average == "parameters")
+
+    def forget(self) -> None:
+        """Ranks go on from checkpoints: what was agreed on before is no point to measure from. On all ranks at once."""
+        self._packer.forget()
 
     def _votes_now(self) -> bool:
         """Whether ranks vote in this step; the same on all of them."""

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join
 import crossover as xo
 from crossover import telemetry
 from crossover.schedulers import FifoDelayed
-from crossover.selsync.narrow import Packer
+from crossover.selsync.narrow import wire_bytes
 from tests.cases import invariants
 from tests.harness import run_ranks
 from tests.selsync.late_steps import late_by_hand
@@ -77,6 +77,55 @@ def test_parameters_are_near_those_of_all_bits(size: int, launcher: str) -> None
         assert all(torch.equal(results[number], found) for results in ranks)
 
 
+def slow(compression: str) -> Tensor:
+    """So small are the steps, about 1e-8, that half precision has no numbers for them as they are."""
+    xo.init()
+    model = make_model()
+    before = flat(model).clone()
+    optimizer: Any = xo.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=2e-7),
+        model.named_parameters(),
+        gate=Scripted([[0]]),
+        compression=COMPRESSIONS[compression],
+    )
+    train(model, optimizer, range(6))
+    return flat(model) - before
+
+
+def test_small_steps_are_not_rounded_away() -> None:
+    [whole, narrow], _ = run_ranks(several, 2, slow, [("none",), ("fp16",)], env=ENV)
+    assert 1e-9 < float(whole.abs().max()) < 1e-6
+    assert float((narrow - whole).norm() / whole.norm()) < 0.05
+
+
+def set_back(under: int) -> None:
+    """Rank 1 diverges, all ranks learn of it, and go on from where they were: from parameters alone, or from all."""
+    xo.init()
+    mine = job("fp16", under, [[0]])
+    train(mine.model, mine.optimizer, range(3))
+    mine.optimizer.flush()
+    weights, state = copy.deepcopy((mine.model.state_dict(), mine.optimizer.state_dict()))
+    for whole in (False, True):
+        if xo.rank() == 1:
+            nn.init.constant_(mine.model[0].weight, float("nan") if whole else 1e30)
+        train(mine.model, mine.optimizer, range(4))
+        mine.optimizer.flush()
+        assert not flat(mine.model).isfinite().all()
+        mine.model.load_state_dict(weights)
+        if whole:
+            mine.optimizer.load_state_dict(copy.deepcopy(state))
+        else:
+            mine.optimizer.state.clear()
+        train(mine.model, mine.optimizer, range(4))
+        mine.optimizer.flush()
+        assert flat(mine.model).isfinite().all(), f"set back, whole: {whole}"
+        invariants.require_same("parameters", invariants.digests(mine.model))
+
+
+def test_a_training_that_diverged_can_be_set_back() -> None:
+    run_ranks(several, 2, set_back, [(0,), (2,)], env=ENV)
+
+
 # -- what travels ------------------------------------------------------------------------------------------------------
 
 
@@ -100,8 +149,9 @@ def test_bytes_after_the_first_average() -> None:
 
 def test_sizes_on_the_way() -> None:
     tensors = [torch.zeros(5), torch.zeros(3, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.complex64)]
-    assert Packer(None).wire_bytes(tensors) == 4 * (5 + 3 + 4), "half precision is added up in float32"
-    assert Packer(xo.Compression.fp16).wire_bytes(tensors) == 2 * (5 + 3 + 4)
+    assert wire_bytes(tensors, None, widened=True) == 4 * (5 + 3 + 4), "half precision is added up in float32"
+    assert wire_bytes(tensors, None, widened=False) == 4 * (5 + 4) + 2 * 3
+    assert wire_bytes(tensors, xo.Compression.fp16, widened=True) == 2 * (5 + 3 + 4)
 
 
 # -- dtypes, ranks without data, checkpoints ---------------------------------------------------------------------------
