@@ -1,4 +1,4 @@
-# make demo      the same training with each method over a slow link: a table and a picture, in about four minutes
+# make demo      the same training with each method over a slow link: a table and a picture, in about four and a half minutes
 # make test      the whole test suite
 # make quickstart   train with one plain script on two ranks, in about a minute
 # make horovod   build Horovod for the installed torch (minutes, once) and install it

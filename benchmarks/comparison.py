@@ -192,7 +192,7 @@ def draw(outcome: Outcome, pairs: dict[str, Pair], path: Path) -> None:
         left.axhline(100 * plain.accuracies[-1], color="#999999", linewidth=0.8, linestyle=":")
         left.set(xlabel="seconds of training", ylabel="% of held-out images", title="One training, same slow link")
         left.legend(loc="lower right")
-        bars = [(f"{LABELS[name][0]}, 2 x one", 2 * points.seconds[-1], LABELS[name][2])
+        bars = [(f"2 x {LABELS[name][0]}", 2 * points.seconds[-1], LABELS[name][2])
                 for name, (points, _) in curves.items()]  # fmt: skip
         bars += [(PAIRS[name].replace(", ", ",\n"), found.seconds, LABELS[name][2]) for name, found in pairs.items()]
         drawn = right.barh([label for label, *_ in bars], [s for _, s, _ in bars], color=[c for *_, c in bars])
