@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import crossover as xo
-from crossover.buckets import Item, plan_buckets
+from crossover.bucket_plan import Item, plan_buckets
 from crossover.deft import BucketTimes, DeFT, Profile, synchronous_plan
 from crossover.deft.partition import spans
 from crossover.deft.plan import Plan, mean_duration

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from crossover.buckets import DEFAULT_CAP_BYTES, DEFAULT_FIRST_CAP_BYTES, Item, plan_buckets
+from crossover.bucket_plan import DEFAULT_CAP_BYTES, DEFAULT_FIRST_CAP_BYTES, Item, plan_buckets
 from crossover.parameters import NamedParameter
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from crossover.attachment import Attachment
-from crossover.buckets import DEFAULT_CAP_BYTES, DEFAULT_FIRST_CAP_BYTES, MEBIBYTE
+from crossover.bucket_plan import DEFAULT_CAP_BYTES, DEFAULT_FIRST_CAP_BYTES, MEBIBYTE
 from crossover.collectives import Average, Compression, ProcessSet
 from crossover.options import Options, bucket_options, connect
 from crossover.parameters import ParameterBook

@@ -14,7 +14,7 @@ from crossover.auto import AutoGate
 from crossover.auto.opening import OpeningExchange
 from crossover.auto.watched import Watched
 from crossover.auto.wishes import reconciled
-from crossover.buckets import MEBIBYTE
+from crossover.bucket_plan import MEBIBYTE
 from crossover.collectives import Average, Compression, ProcessSet, Sum
 from crossover.comm.communicator import Communicator
 from crossover.engine import Engine

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from crossover.buckets import Item, plan_buckets
+from crossover.bucket_plan import Item, plan_buckets
 from crossover.deft.profile import Profile
 from crossover.simulate.assumptions import Assumption
 from crossover.simulate.layers import BACKWARD_FACTOR, ModelShape

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
-from crossover.buckets import DEFAULT_CAP_BYTES, DEFAULT_FIRST_CAP_BYTES
+from crossover.bucket_plan import DEFAULT_CAP_BYTES, DEFAULT_FIRST_CAP_BYTES
 from crossover.deft.partition import bucket_bytes, cuts
 from crossover.deft.pilot import Pilot, Preserver
 from crossover.deft.plan import Plan, QueueState, StepPlan, merged_sizes, synchronous_plan
