@@ -143,6 +143,7 @@ MODELS: dict[str, Callable[[Measured], System]] = {
     "horovod": lambda measured: Fused(),
     "dear": _dear,
     "crossover": _plain,
+    "crossover_fp16": _half,
     "crossover_selsync": _selsync,
     "crossover_periodic": _periodic,
     "crossover_priority": _priority,
