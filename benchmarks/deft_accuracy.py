@@ -161,16 +161,16 @@ def draw(results: Mapping[tuple[str, float], Answers], ablations: Answers, path:
     columns = min(2, len(panels))
     with matplotlib.rc_context({**STYLE, **GRID}):
         figure = Figure(figsize=(5.6 * columns, 3.6 * math.ceil(len(panels) / columns)), layout="constrained")
-        axes = figure.subplots(math.ceil(len(panels) / columns), columns, squeeze=False).flat
+        axes = list(figure.subplots(math.ceil(len(panels) / columns), columns, squeeze=False).flat)
         for place, (title, answers) in zip(axes, panels, strict=False):
             panel(place, title, answers)
-        for place in list(axes)[len(panels) :]:
+        for place in axes[len(panels) :]:
             place.set_visible(False)
         figure.savefig(path, dpi=130)
 
 
 def panel(axes: Any, title: str, answers: Answers) -> None:
-    """One set of cases: a line each, the time beside the name."""
+    """One set of cases: a line each, beside the name the time of a step in DDP's."""
     names = [name for name in answers if name != "ddp"]
     base = statistics.fmean(answer["step"] for answer in answers["ddp"])
     for place, name in enumerate(names):
@@ -178,14 +178,12 @@ def panel(axes: Any, title: str, answers: Answers) -> None:
         colour = local_steps.COLOURS[place % len(local_steps.COLOURS)]
         axes.errorbar(statistics.fmean(found), place, xerr=error(found), fmt="o", capsize=3, color=colour)
     times = [statistics.fmean(answer["step"] for answer in answers[name]) / base for name in names]
-    axes.set_yticks(
-        range(len(names)), [f"{CASES[n].label}\n{t:.2f} x DDP's step" for n, t in zip(names, times, strict=True)]
-    )
+    axes.set_yticks(range(len(names)), [f"{CASES[n].label}, {t:.2f} x" for n, t in zip(names, times, strict=True)])
     axes.invert_yaxis()
     axes.axvline(0, color=GREY, linewidth=0.8)
     accuracies = [answer["accuracy"] for answer in answers["ddp"]]
     axes.axvspan(-100 * error(accuracies), 100 * error(accuracies), color=GREY, alpha=0.15, linewidth=0)
-    axes.set(title=title, xlabel="final accuracy to DDP's, points (grey: DDP's standard error)")
+    axes.set(title=title, xlabel="accuracy to DDP's, points (grey: standard error)")
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
