@@ -68,6 +68,24 @@ def test_a_slow_link_opens_it_on_every_rank(launcher: str) -> None:
         assert word in line, line
 
 
+def opened_in_half_precision(steps: int) -> dict[str, Any]:
+    xo.init()
+    said, gate = listen(), auto_gate()
+    model, optimizer = make_job(0.0, gate=gate, compression=xo.Compression.fp16)
+    train(model, optimizer, range(steps))
+    optimizer.flush()
+    return {"opened": gate.opened, "lssr": gate.lssr, "log": said.getvalue(), "weights": weights(model)}
+
+
+def test_it_opens_with_compression() -> None:
+    """Gradients travel in half precision at first, and distances from the last average from then on."""
+    first, second = run_ranks(opened_in_half_precision, 2, 60, env=SLOW_LINK)
+    assert first["opened"], first["log"]
+    assert first["lssr"] == second["lssr"] > 0
+    assert torch.equal(first["weights"], second["weights"])
+    assert first["weights"].isfinite().all()
+
+
 def plainly(steps: int) -> torch.Tensor:
     xo.init()
     model, optimizer = make_job(0.0, schedule=Overlapped())

@@ -56,7 +56,7 @@ def mean_of_large_gradients(dtype: torch.dtype, **options: Any) -> None:
 
 def large_gradients() -> None:
     invariants.start()
-    for schedule in ("overlapped", "priority"):
+    for schedule in ("overlapped", "priority", "fifo_delayed", "deft"):
         for dtype in (torch.float32, torch.float64, torch.float16):
             mean_of_large_gradients(dtype, compression=xo.Compression.fp16, schedule=schedule)
         for dtype in (torch.float16, torch.bfloat16):

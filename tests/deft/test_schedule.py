@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import crossover as xo
+from crossover import telemetry
 from crossover.comm import Solo
 from crossover.deft import DeFT, Preserver, Profile, scout
 from crossover.deft.course import agree_on_plan
@@ -38,11 +39,11 @@ class Pause(nn.Module):
         return values
 
 
-def train(schedule: DeFT, steps: int, pause: float = 0.0, loss: Any = None) -> tuple[nn.Module, Any]:
+def train(schedule: DeFT, steps: int, pause: float = 0.0, loss: Any = None, **options: Any) -> tuple[nn.Module, Any]:
     model = make_model()
     if pause:
         model.append(Pause(pause))
-    optimizer: Any = xo.DistributedOptimizer(sgd(model), model.named_parameters(), schedule=schedule)
+    optimizer: Any = xo.DistributedOptimizer(sgd(model), model.named_parameters(), schedule=schedule, **options)
     for step in range(steps):
         optimizer.zero_grad()
         features, targets = batch(xo.rank(), step)
@@ -115,6 +116,26 @@ def test_the_delay_ends_when_the_loss_rises_and_is_tried_again() -> None:
     [(fell_back, why)] = [(step, action) for step, action in first if "the loss rose" in action]
     assert late == [3, fell_back + 8], (first, why)
     assert fell_back > 20
+
+
+def late(compression: Any) -> tuple[Tensor, int]:
+    xo.init()
+    schedule = DeFT(random_profile(1, BUCKETS, coverage=0.8), warmup_steps=3, capacity=(1, 1), bucket_bytes=100)
+    recorder = telemetry.start()
+    model, optimizer = train(schedule, 20, compression=compression)
+    assert schedule.delayed
+    telemetry.stop()
+    optimizer.flush()
+    return flat(model), sum(record.bytes_sent for record in list(recorder)[6:])
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_late_gradients_travel_in_half_precision(launcher: str) -> None:
+    whole, _ = run_ranks(late, 2, xo.Compression.none, launcher=launcher)
+    narrow, other = run_ranks(late, 2, xo.Compression.fp16, launcher=launcher)
+    assert torch.equal(narrow[0], other[0])
+    assert 0 < float((narrow[0] - whole[0]).abs().max()) < 1e-3
+    assert narrow[1] < 0.5 * whole[1], "2 bytes in place of 8"
 
 
 def over_two_links(pays: bool) -> tuple[Tensor, int, list[str]]:
