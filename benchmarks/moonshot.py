@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks import command, figures, harness, notes, peers, time_to_accuracy, workloads
-from benchmarks.harness import BASE, Cell, Measured, Outcome, say
+from benchmarks import command, figures, harness, notes, peers, time_to_accuracy
+from benchmarks.harness import BASE, Measured, Outcome, say
 from benchmarks.sites import Bed, Site, site
 from benchmarks.testbed import Testbed
-from benchmarks.time_to_accuracy import EVERY, Curve, curves_of, mean_curve, measure, row
+from benchmarks.time_to_accuracy import Curve, curves_of, mean_curve, measure, row, steps_for, task_of, training_options
 
 MODULE = "benchmarks.moonshot"
 OPEN_RATE = "10gbit"
@@ -41,7 +41,7 @@ def open_link(options: argparse.Namespace) -> dict[str, Measured]:
         for name in options.workloads:
             found[name] = Measured()
             for seed in range(options.repeats):
-                task = task_of(options, name) | {"workload": name, "steps": steps_of(options, name), "seed": seed}
+                task = {**untuned(options), "workload": name, "steps": steps_for(options, name), "seed": seed}
                 found[name].add(train(place, task))
                 say(f"open link, seed {seed}: {name} in {curves_of(found[name])[-1].seconds[-1]:.1f} s")
     return found
@@ -53,28 +53,25 @@ def train(place: Site, task: dict[str, Any]) -> list[dict[str, Any]]:
     return [rank[BASE] for rank in place.run(MODULE, words, peers.get(BASE).launcher, 600.0)]
 
 
-def task_of(options: argparse.Namespace, name: str) -> dict[str, Any]:
-    """What ranks are told about a training."""
-    batch_size = options.batch_size or workloads.get(name).batch_size
-    return {"every": options.every, "longer": options.longer, "tune": False, "batch_size": batch_size}
-
-
-def steps_of(options: argparse.Namespace, name: str, cell: Cell | None = None) -> int:
-    """DDP's steps, a multiple of those between evaluations; the same in every cell."""
-    wanted: int = options.steps or (2 * options.every if options.quick else workloads.get(name).steps)
-    every: int = options.every
-    return max(every, wanted // every * every)
+def untuned(options: argparse.Namespace) -> dict[str, Any]:
+    """What ranks are told: all systems as they come, without a search."""
+    return {**task_of(options), "tune": False}
 
 
 def slowed(options: argparse.Namespace) -> list[Outcome]:
     """All systems at all coverage rates."""
-    outcomes: list[Outcome] = []
     with site(2, emulated=False) as place:
-        for name in options.workloads:
-            cells = harness.make_cells(place, [name], options.cr, options.batch_size)
-            task, steps = task_of(options, name), partial(steps_of, options, name)
-            outcomes += harness.in_turn(place, MODULE, cells, options.systems, options.repeats, steps, task)
-    return outcomes
+        cells = harness.make_cells(place, options.workloads, options.cr, options.batch_size)
+        task = untuned(options)
+        return harness.in_turn(
+            place,
+            MODULE,
+            cells,
+            options.systems,
+            options.repeats,
+            lambda cell: steps_for(options, cell.workload),
+            task,
+        )
 
 
 def sections(opened: dict[str, Measured], outcomes: Sequence[Outcome]) -> list[str]:
@@ -106,16 +103,11 @@ def table(base: Sequence[Curve], outcomes: Sequence[Outcome], workload: str) -> 
 def options_of(words: Sequence[str] | None) -> argparse.Namespace:
     """The command line, completed."""
     parser = command.parser(__doc__ or "", ["resnet", "vgg", "gpt"], "1,2,4,8", 3)
-    parser.add_argument("--steps", type=int, help="DDP's steps of training (each workload's own)")
-    parser.add_argument("--batch-size", type=int, help="examples a rank and step (each workload's own)")
-    parser.add_argument("--longer", type=float, default=1.25, help="times the steps, where not exact (%(default)s)")
-    parser.add_argument("--every", type=int, default=EVERY, help="steps between evaluations (%(default)s)")
     parser.set_defaults(systems=list(SYSTEMS))
-    options = parser.parse_args(words)
-    command.complete(parser, options, (["vgg"], [2.0]))
+    options = training_options(parser, words, longer=1.25)
     options.systems = [name for name in options.systems if name != BASE]
-    if options.emulated or not options.systems:
-        parser.error("give systems other than ddp, and no --emulated: DDP does not run on the emulated link")
+    if not options.systems:
+        parser.error("--systems: give others than ddp, which is measured on the open link")
     return options
 
 

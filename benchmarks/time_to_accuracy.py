@@ -20,13 +20,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import crossover as xo
 from benchmarks import command, figures, harness, notes, peers, workloads
 from benchmarks.figures import milliseconds
-from benchmarks.harness import BASE, Cell, Measured, Outcome
+from benchmarks.harness import BASE, Measured, Outcome
 from benchmarks.peers import Settings, System
 from benchmarks.sites import site
 from benchmarks.workloads import Workload
@@ -162,10 +161,15 @@ def options_of(words: Sequence[str] | None) -> argparse.Namespace:
     """The command line, completed."""
     parser = command.parser(__doc__ or "", ["resnet"], "1,4", 3)
     parser.add_argument("--hosts", type=int, default=2, help="how many (%(default)s)")
-    parser.add_argument("--steps", type=int, help="steps of training (each workload's own; 40 with --quick)")
+    return training_options(parser, words, longer=1.0)
+
+
+def training_options(parser: argparse.ArgumentParser, words: Sequence[str] | None, longer: float) -> argparse.Namespace:
+    """The command line with what trainings to an accuracy need, completed."""
+    parser.add_argument("--steps", type=int, help="steps of training (each workload's own; 2 evaluations with --quick)")
     parser.add_argument("--batch-size", type=int, help="examples a rank and step (each workload's own)")
     parser.add_argument(
-        "--longer", type=float, default=1.0, help="times the steps, for systems that are not exact (%(default)s)"
+        "--longer", type=float, default=longer, help="times the steps, for systems that are not exact (%(default)s)"
     )
     parser.add_argument("--every", type=int, default=EVERY, help="steps between evaluations (%(default)s)")
     options = parser.parse_args(words)
@@ -184,11 +188,21 @@ def options_of(words: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def steps_for(options: argparse.Namespace, cell: Cell) -> int:
+def steps_for(options: argparse.Namespace, workload: str) -> int:
     """Steps of training, a multiple of those between evaluations."""
-    wanted: int = options.steps or (2 * options.every if options.quick else workloads.get(cell.workload).steps)
+    wanted: int = options.steps or (2 * options.every if options.quick else workloads.get(workload).steps)
     every: int = options.every
     return max(every, wanted // every * every)
+
+
+def task_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What ranks are told about every training."""
+    return {
+        "every": options.every,
+        "longer": options.longer,
+        "tune": not options.quick,
+        "batch_size": options.batch_size,
+    }
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -201,15 +215,16 @@ def main(words: Sequence[str] | None = None) -> int:
     def question() -> int:
         with site(options.hosts, options.emulated) as place:
             cells = harness.make_cells(place, options.workloads, options.cr, options.batch_size)
-            task = {
-                "every": options.every,
-                "longer": options.longer,
-                "tune": not options.quick,
-                "batch_size": options.batch_size,
-            }
-            steps = partial(steps_for, options)
-            outcomes = harness.in_turn(place, MODULE, cells, options.systems, options.repeats, steps, task)
-        sections = [section(outcome, steps(outcome.cell)) for outcome in outcomes]
+            outcomes = harness.in_turn(
+                place,
+                MODULE,
+                cells,
+                options.systems,
+                options.repeats,
+                lambda cell: steps_for(options, cell.workload),
+                task_of(options),
+            )
+        sections = [section(outcome, steps_for(options, outcome.cell.workload)) for outcome in outcomes]
         title = "Time to the accuracy that DDP ends with"
         command.conclude(options, "time-to-accuracy", title, sections, figures.as_data(outcomes))
         return command.exit_code(outcomes)

@@ -47,6 +47,7 @@ class LateExchange(GatedExchange):
     ) -> None:
         super().__init__(reduction, schedule, options, gate, optimizer)
         self._travel = schedule.travel()
+        self._average_bytes = 0
         self._synchronizer = LateSynchronizer(gate, reduction, optimizer, self._tensors, self._travel)
 
     def close(self) -> None:
@@ -62,6 +63,10 @@ class LateExchange(GatedExchange):
         super().adopt(newcomers, arrivals)
         if first:
             self._synchronizer.agree()
+
+    def _place(self, newcomers: Sequence[NamedParameter], facts: Sequence[dict[str, Any]]) -> None:
+        super()._place(newcomers, facts)
+        self._average_bytes = self._synchronizer.wire_bytes(self._tensors())
 
     def share(self, arrivals: Iterable[int]) -> bool:
         """See :meth:`GatedExchange.share`."""
@@ -96,7 +101,7 @@ class LateExchange(GatedExchange):
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._travel.step_begins(self.gate.steps, self._synchronizer.wire_bytes(self._tensors()))
+        self._travel.step_begins(self.gate.steps, self._average_bytes)
 
     def facts(self) -> tuple[bool, str, dict[str, Scalar]]:
         """See :meth:`GatedExchange.facts`; with what landed behind the step, and what is on its way after it."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -82,6 +83,16 @@ def priority(
     return _prepared(model, make_optimizer, workload, Priority(**sizes), {}, dict(sizes))
 
 
+def _told(training: Training, tell: Callable[[], dict[str, Any]]) -> Training:
+    """The same, with facts that are known when training ends."""
+
+    def finish() -> None:
+        training.facts.update(tell())
+        training.finish()
+
+    return replace(training, finish=finish)
+
+
 def last_plan(decisions: Sequence[Decision]) -> str:
     """What was decided last about the plan; warnings may have followed."""
     plans = [decision for decision in decisions if decision.action.startswith(("delayed", "synchronous"))]
@@ -109,12 +120,7 @@ def deft(
     )
     facts: dict[str, Any] = {"warmup": warmup}
     training = _prepared(model, make_optimizer, workload, schedule, {"compression": compression}, facts)
-
-    def finish() -> None:
-        facts["decision"] = last_plan(schedule.decisions)
-        training.finish()
-
-    return Training(model, training.optimizer, training.scheduled, workload.loss, finish, facts)
+    return _told(training, lambda: {"decision": last_plan(schedule.decisions)})
 
 
 def auto(model: nn.Module, make_optimizer: MakeOptimizer, workload: Workload, horizon: int) -> Training:
@@ -123,13 +129,7 @@ def auto(model: nn.Module, make_optimizer: MakeOptimizer, workload: Workload, ho
     schedule = Auto(warmup_steps=warmup, profile_steps=max(2, warmup // 4), ramp_updates=min(25, max(8, horizon // 8)))
     facts: dict[str, Any] = {"warmup": warmup}
     training = _prepared(model, make_optimizer, workload, schedule, {}, facts)
-
-    def finish() -> None:
-        facts["choice"] = schedule.choice
-        facts["decision"] = last_plan(schedule.decisions)
-        training.finish()
-
-    return Training(model, training.optimizer, training.scheduled, workload.loss, finish, facts)
+    return _told(training, lambda: {"choice": schedule.choice, "decision": last_plan(schedule.decisions)})
 
 
 def _gated(

@@ -40,12 +40,12 @@ class Averager:
 
     Args:
         reduction: whose ranks take part, and where costs are booked.
-        pack: makes the packs of parameters, given buffers to use; :class:`Pack` of each kind unless given.
+        pack: makes the packs of parameters, given buffers to use.
     """
 
-    def __init__(self, reduction: Reduction, pack: MakePacks | None = None) -> None:
+    def __init__(self, reduction: Reduction, pack: MakePacks) -> None:
         self._reduction = reduction
-        self._pack = pack or packed
+        self._pack = pack
         self._buffers: dict[int, Tensor] = {}
 
     @torch.no_grad()
@@ -148,11 +148,6 @@ class Pack:
 
 
 MakePacks = Callable[[Sequence[Tensor], dict[int, Tensor]], Sequence[Pack]]
-
-
-def packed(tensors: Sequence[Tensor], buffers: dict[int, Tensor]) -> list[Pack]:
-    """A pack of each kind of tensor, in ``buffers`` as far as those fit."""
-    return [Pack(group, buffers.get(number)) for number, group in enumerate(pack_up(tensors))]
 
 
 def pack_up(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from crossover.reduction import Reduction
-from crossover.selsync.averaging import MakePacks, Pack, as_real, pack_up, packed
+from crossover.selsync.averaging import MakePacks, Pack, as_real, pack_up
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class LateAverager:
         dropped: those that never landed, because a checkpoint did not hold every rank's part.
     """
 
-    def __init__(self, reduction: Reduction, pack: MakePacks = packed) -> None:
+    def __init__(self, reduction: Reduction, pack: MakePacks) -> None:
         self._reduction = reduction
         self._pack = pack
         self._link = reduction.communicator.duplicate(name=f"{reduction.name}.late")
