@@ -189,7 +189,7 @@ def half_precision() -> list[Tensor]:
         model[1](model[0](torch.randn(4, 7, generator=generator)).bfloat16()).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert optimizer.flush() is None
+    optimizer.flush()
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
