@@ -54,10 +54,11 @@ class StepTimer:
         ]
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Watch no more, and forget what was seen: it says nothing of buckets that are cut since."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._steps.clear()
         self._marks = None
 
     def step_begins(self) -> None:

@@ -77,7 +77,7 @@ def test_a_slow_link_is_measured_and_updates_come_late(launcher: str) -> None:
     assert first["delayed"], first["decisions"]
     assert any("delayed, capacity" in line and "coverage_rate" in line for line in first["decisions"])
     on_the_link = 8 * sum(first["profile"].nbytes) / 10  # microseconds at 10 Mbit/s
-    assert sum(first["profile"].reduce_us[0]) > 0.9 * on_the_link
+    assert sum(first["profile"].reduce_us[0]) > 0.7 * on_the_link  # what came late shortens what was queued behind it
     assert first["profile"].times().compute > 2000, "the pause was seen"
     assert first["updates"] < 30
     for key in ("decisions", "profile", "plan", "updates"):
@@ -91,6 +91,31 @@ def test_with_little_communication_a_job_stays_synchronous_and_says_so() -> None
     assert "nothing to gain" in first["decisions"][-1]
     assert first["updates"] == 30
     assert torch.equal(first["weights"], second["weights"])
+
+
+def decided_twice() -> list[tuple[int, float]]:
+    xo.init()
+    schedule = DeFT(warmup_steps=8, profile_steps=5, ramp_updates=0)
+    model = make_model(width=400).insert(1, Pause(0.003))  # its second layer takes longer than a window
+    optimizer: Any = xo.DistributedOptimizer(sgd(model), model.named_parameters(), schedule=schedule)
+    for step in range(20):
+        optimizer.zero_grad()
+        features, targets = batch(xo.rank(), step)
+        nn.functional.mse_loss(model(features), targets).backward()
+        optimizer.step()
+    assert len(schedule.generations.pieces) > len(schedule.buckets), "none was cut"
+    optimizer.flush()
+    found = [(d.step, d.numbers["coverage_rate"]) for d in schedule.decisions if "coverage_rate" in d.numbers]
+    assert schedule.profile is not None
+    return [*found, (20, schedule.profile.coverage_rate)]
+
+
+def test_a_second_decision_goes_by_the_same_measurement_though_buckets_were_cut_after_it() -> None:
+    for found in run_ranks(decided_twice, 2, env=SLOW_LINK):
+        first, *later = found
+        assert len(later) > 1, found
+        for _, coverage_rate in later:
+            assert coverage_rate == pytest.approx(first[1], rel=0.05)
 
 
 def loss_that_rises() -> list[tuple[int, str]]:
