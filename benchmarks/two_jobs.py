@@ -13,7 +13,6 @@ over the gain. Final weights have to be the same bits all three ways, or the scr
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import statistics
 import sys
@@ -24,20 +23,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import crossover as xo
 from benchmarks import command, loopback, notes, workloads
 from benchmarks.figures import milliseconds
 from benchmarks.harness import say
+from benchmarks.sharing_rank import START_SECONDS, WARM_UP_STEPS
 from benchmarks.testbed import JobError, Testbed, parse_rate
 from benchmarks.workloads import coverage
 from crossover.sync import Forecast, JobProfile, forecast
-from crossover.sync.registry import present
 
-MODULE = "benchmarks.two_jobs"
-WARM_UP_STEPS = 3
-START_SECONDS = 90.0
+RANK_MODULE = "benchmarks.sharing_rank"
 ALONE, AT_ONCE, TURNS = "one after the other", "at once, no coordination", "with turns"
 WAYS = (ALONE, AT_ONCE, TURNS)
 HEADER = ["way", "wall, ms", "lowest to highest", "gain", "forecast", "turn, ms", "waited for turns"]
@@ -74,63 +68,6 @@ SCENARIOS = {
 }
 
 
-# -- on the ranks ------------------------------------------------------------------------------------------------------
-
-
-def work(text: str) -> None:
-    """One rank of one job: train, and report when each step ended."""
-    task = json.loads(text)
-    torch.set_num_threads(1)
-    xo.init()
-    workload = workloads.get(task["workload"], task["batch"], seed=task["number"])
-    workload.training_set()
-    model = workload.model()
-    optimizer: Any = xo.DistributedOptimizer(workload.optimizer(model.parameters()), model.named_parameters())
-    ends = []
-    for step in range(WARM_UP_STEPS + task["steps"]):
-        if step == WARM_UP_STEPS:
-            _wait_for_the_others(Path(task["meeting"]), task["number"], task["together"])
-            ends.append(time.monotonic())
-        optimizer.zero_grad()
-        inputs, targets = workload.batch(xo.rank(), step % workload.steps_per_epoch(xo.size()), xo.size())
-        workload.loss(model(inputs), targets).backward()
-        optimizer.step()
-        ends.append(time.monotonic())
-    ends = ends[WARM_UP_STEPS:]
-    tallies = [turn.tally for turn in present()]
-    loopback.report(
-        {
-            "ends": ends,
-            "weights": digest(model),
-            "turns": sum(tally.turns for tally in tallies),
-            "waited_s": sum(tally.waited_s for tally in tallies),
-            "computed_s": sum(tally.computed_s for tally in tallies),
-            "alone": sum(tally.alone for tally in tallies),
-        }
-    )
-    xo.barrier()
-    xo.shutdown()
-
-
-def digest(model: torch.nn.Module) -> str:
-    """Of all parameters' bits."""
-    found = hashlib.sha256()
-    for parameter in model.parameters():
-        found.update(parameter.detach().contiguous().numpy().tobytes())
-    return found.hexdigest()
-
-
-def _wait_for_the_others(meeting: Path, number: int, together: int) -> None:
-    """Return when all jobs that are measured together have come this far; all their ranks meet at one place."""
-    xo.barrier()
-    (meeting / f"{number}.{xo.rank()}").touch()
-    deadline = time.monotonic() + START_SECONDS
-    while len(list(meeting.iterdir())) < together * xo.size():
-        if time.monotonic() > deadline:
-            raise TimeoutError("the other jobs did not start")
-        time.sleep(0.005)
-
-
 # -- jobs --------------------------------------------------------------------------------------------------------------
 
 Ranks = list[dict[str, Any]]
@@ -159,7 +96,7 @@ def run_jobs(
                 "CROSSOVER_RUN_DIR": folder,
                 "CROSSOVER_SHARING": f"timeshare:job=job{number}" if way == TURNS else "",
             }
-            started.append((results, bed.start(["-m", MODULE, "--worker", json.dumps(task)], env=variables)))
+            started.append((results, bed.start(["-m", RANK_MODULE, json.dumps(task)], env=variables)))
         for _, job in started:
             job.wait(timeout=START_SECONDS + 300).check()
         return [loopback.collect(str(results), scenario.hosts) for results, _ in started]
@@ -319,7 +256,6 @@ def as_data(result: Result) -> dict[str, Any]:
 def options_of(words: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--scenarios", type=command.names_of(tuple(SCENARIOS)), help=f"({','.join(SCENARIOS)})")
     parser.add_argument("--repeats", type=int, help="times that every figure is taken (3)")
     parser.add_argument("--seconds", type=float, help="of training alone that a job is measured for (5)")
@@ -346,9 +282,6 @@ def run(options: argparse.Namespace) -> list[Result]:
 def main(words: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     options = options_of(words)
-    if options.worker:
-        work(options.worker)
-        return 0
 
     def question() -> int:
         results = run(options)

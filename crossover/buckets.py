@@ -17,7 +17,7 @@ SMALL_TENSOR_BYTES = 32 * 1024  # below this, copying many tensors in one call b
 
 # What goes with a bucket's memory: see Bucket.swap.
 _HELD = (
-    *("buffer", "gradients", "flags", "absent", "tail", "slots", "_pointers"),
+    *("buffer", "gradients", "counts", "flags", "absent", "tail", "slots", "_pointers"),
     *("missing", "announces", "stepped"),
 )
 
@@ -88,6 +88,7 @@ class Bucket:
         scale = 2 if first.is_complex() else 1
         self.buffer = torch.zeros(end * scale + len(members) + 4, dtype=real, device=first.device)
         self.gradients = self.buffer[: end * scale]
+        self.counts = self.buffer[end * scale :]
         self.flags = self.buffer[end * scale : -4]
         self.absent = self.buffer[-4:-3]
         self.tail = self.buffer[-4:]
@@ -96,6 +97,8 @@ class Bucket:
             _slot(index, name, parameter, typed, offset)
             for (index, name, parameter), offset in zip(members, offsets, strict=True)
         ]
+        everything = [1.0] * len(members)
+        self._usual_counts = self.buffer.new_tensor([[*everything, 0, 0, 0, 1], [*everything, 0, 0, 1, 0]]).unbind()
         self._pointers = [slot.pointer for slot in self.slots]
         self._joinable = small and not first.is_complex() and all(slot.view.is_contiguous() for slot in self.slots)
         self.missing: list[int] = []
@@ -154,11 +157,9 @@ class Bucket:
         if self.adds:
             self._count_again(before)
             return
-        self.flags.fill_(1)
-        self.tail.zero_()
+        self.counts.copy_(self._usual_counts[bool(self.stepped)])
         if self.announces:
             self.tail[1] = 1
-        self.tail[2 if self.stepped else 3] = 1
         for place in self.missing:
             self.slots[place].view.zero_()
             self.flags[place] = 0

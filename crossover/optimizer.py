@@ -12,7 +12,8 @@ from torch import Tensor
 
 from crossover.attachment import Attachment
 from crossover.bucket_plan import DEFAULT_CAP_BYTES, DEFAULT_FIRST_CAP_BYTES, MEBIBYTE
-from crossover.collectives import Average, Compression, ProcessSet
+from crossover.collectives import Average, ProcessSet
+from crossover.collectives.compression import compressor_of
 from crossover.options import Options, bucket_options, connect
 from crossover.parameters import ParameterBook
 from crossover.reduction import Compressor
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 SCHEDULE_VARIABLE = "CROSSOVER_SCHEDULE"
 GATE_VARIABLE = "CROSSOVER_GATE"
+COMPRESSION_VARIABLE = "CROSSOVER_COMPRESSION"
 
 
 class WrappedOptimizer(torch.optim.Optimizer, Attachment if TYPE_CHECKING else object):  # type: ignore[misc]
@@ -34,7 +36,7 @@ class WrappedOptimizer(torch.optim.Optimizer, Attachment if TYPE_CHECKING else o
 def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] | str | None = None,
     backward_passes_per_step: int = 1,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
@@ -65,8 +67,9 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     Args:
         optimizer: any ``torch.optim.Optimizer`` but ``LBFGS``, whose line search differs between ranks.
         named_parameters: ``model.named_parameters()``; gives messages and records their names.
-        compression: how gradients travel: ``Compression.none``, ``fp16``, ``bf16``, or a class with static
-            ``compress`` and ``decompress`` that work elementwise on flat tensors. Of a gate's averages of parameters
+        compression: how gradients travel: ``Compression.none``, ``fp16``, ``bf16`` or their names, or a class with
+            static ``compress`` and ``decompress`` that work elementwise on flat tensors; ``None`` is
+            ``$CROSSOVER_COMPRESSION``, or none. Of a gate's averages of parameters
             the distance from the last average is compressed, which takes memory for one more copy of them in float32;
             after a checkpoint is loaded the first average travels as it is: training goes on equal to rounding.
         backward_passes_per_step: passes that are added up, on this rank alone, before the last of them is shared.
@@ -114,7 +117,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
     _check_optimizer(optimizer)
     book = ParameterBook(optimizer, named_parameters)
     options = Options(
-        compression=compression,
+        compression=compressor_of(os.environ.get(COMPRESSION_VARIABLE, "none") if compression is None else compression),
         backward_passes_per_step=backward_passes_per_step,
         op=op,
         gradient_predivide_factor=gradient_predivide_factor,

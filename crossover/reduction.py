@@ -157,6 +157,11 @@ class Reduction:
     others_grew: bool = False
     waits: Waits = field(default_factory=Waits)
 
+    def wire_width(self, bucket: Bucket) -> int:
+        """Bytes that an element of the bucket takes on its way."""
+        one = torch.zeros(1, dtype=bucket.buffer.dtype, device=bucket.device)
+        return (one if self.compression is None else self.compression.compress(one)[0]).element_size()
+
     def launch(self, bucket: Bucket) -> PendingReduction:
         """Start the all-reduce of a gathered bucket. Same order of calls on every rank."""
         pending = PendingReduction(self, bucket)

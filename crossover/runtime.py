@@ -18,6 +18,7 @@ from crossover.comm.communicator import Communicator
 from crossover.departure import Departure
 from crossover.errors import CommunicationError
 from crossover.launchers import Kind, Launcher, find_launcher
+from crossover.variables import warn_of_misspelt
 
 _log = logging.getLogger("crossover")
 _DEFAULT_TIMEOUT = 600.0
@@ -108,6 +109,8 @@ def init(
         job.departure = Departure(job.board, shutdown)
     _job = job
     _generation += 1
+    if rank() == 0:
+        warn_of_misspelt()
     if process_sets is not None:
         # It stands on this module, so it can be imported no earlier.
         from crossover.collectives.process_sets import register_process_sets

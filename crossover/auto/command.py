@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +47,8 @@ def take_profile(command: Sequence[str], output: Path, steps: int, keep: bool = 
         if keep:
             process.wait()
     finally:
+        if process.poll() is None:
+            print("crossover: ending the command; what its launcher says of that is no fault", file=sys.stderr)
         _end(process)
     if not output.exists():
         raise ValueError(

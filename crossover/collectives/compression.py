@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -72,3 +74,28 @@ class Compression:
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+
+
+def compressor_of(choice: Any) -> Any:
+    """The compressor itself, or one by name; whether it is one is checked where it is used.
+
+    Args:
+        choice: a compressor, or ``"none"``, ``"fp16"`` or ``"bf16"``.
+
+    Raises:
+        ValueError: no compressor has this name.
+
+    Example:
+        >>> compressor_of("fp16") is Compression.fp16
+        True
+    """
+    if not isinstance(choice, str):
+        return choice
+    known = {"": NoneCompressor, "none": NoneCompressor, "fp16": FP16Compressor, "bf16": BF16Compressor}
+    found = known.get(choice.strip().lower())
+    if found is None:
+        raise ValueError(
+            f"compression: is {choice!r}; use 'none', 'fp16' or 'bf16', or a class with static compress(tensor) and "
+            "decompress(tensor, ctx)"
+        )
+    return found

@@ -25,7 +25,7 @@ class Profile:
         backward_us: backward of the layers of each bucket.
         between_us: from the end of backward to the start of forward: the update, loading data.
         reduce_us: ``reduce_us[k][i]``: all-reduce of bucket ``i`` on link ``k``, while training runs.
-        nbytes: size of each bucket.
+        nbytes: what travels of each bucket.
         links: name of each link, the fast one first.
         size: ranks of the job.
         steps: training steps that were measured.

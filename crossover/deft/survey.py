@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from crossover.buckets import Bucket
 from crossover.deft.cost import LinkCost
@@ -56,7 +57,8 @@ class Survey:
         Args:
             pieces: what is sent as one, in the order in which it becomes ready.
             buckets: of which they are parts.
-            fast: cost of the fast link, for what the backend did not tell.
+            fast: cost of the fast link when idle, equal on all ranks: for what the backend did not tell, and because
+                no link is faster in training.
             others: cost of the other links.
 
         Returns:
@@ -67,12 +69,12 @@ class Survey:
         name = f"{self._reduction.name}.profile"
         everyone = self._reduction.communicator.all_gather_object(mine, name=name)
         known = [profile for profile in everyone if profile is not None]
-        return agreed(known) if known else None
+        return no_faster_than(agreed(known), fast) if known else None
 
     def _mine(self, pieces: Sequence[Piece], buckets: Sequence[Bucket], links: Sequence[LinkCost]) -> Profile:
         forward, backward, between = self.timer.result()
-        element = [bucket.buffer.element_size() for bucket in buckets]
-        nbytes = [(piece.stop - piece.start) * element[piece.bucket] for piece in pieces]
+        width = [self._reduction.wire_width(bucket) for bucket in buckets]
+        nbytes = [(piece.stop - piece.start) * width[piece.bucket] for piece in pieces]
         fast = [self._median(piece, links[0].microseconds(size)) for piece, size in zip(pieces, nbytes, strict=True)]
         slow = [tuple(link.microseconds(size) for size in reversed(nbytes)) for link in links[1:]]
         last = len(buckets) - 1
@@ -91,3 +93,21 @@ class Survey:
     def _median(self, piece: Piece, otherwise: int) -> int:
         samples = self._busy_us.get((piece.bucket, piece.start))
         return max(round(statistics.median(samples)), 1) if samples else otherwise
+
+
+def no_faster_than(profile: Profile, link: LinkCost) -> Profile:
+    """The same, where the fast link carries no more than it does when idle.
+
+    A rank that comes late to a transfer finds a part of it done, and each transfer counts as on the rank where it was
+    shortest: that may leave too little of all of them.
+
+    Example:
+        >>> profile = Profile((10, 10), (20, 20), 0, ((60, 20),), (6_000, 4_000), ("gloo",))
+        >>> no_faster_than(profile, LinkCost(latency_us=5.0, us_per_byte=0.01)).reduce_us
+        ((75, 25),)
+    """
+    measured, least = sum(profile.reduce_us[0]), link.us_per_byte * sum(profile.nbytes)
+    if not 0 < measured < least:
+        return profile
+    first, *others = profile.reduce_us
+    return replace(profile, reduce_us=(tuple(round(us * least / measured) for us in first), *others))

@@ -175,7 +175,8 @@ def gate_of(choice: Gate | str | None) -> Gate | None:
         except (KeyError, TypeError):
             pass
         except ValueError as error:
-            raise ValueError(f"gate: is {choice!r}; {error}") from error
+            if not str(error).startswith(("could not convert", "invalid literal")):
+                raise ValueError(f"gate: is {choice!r}; {error}") from error
     others = "".join(f"{name!r}, " for name in sorted(_BY_NAME))
     raise ValueError(
         f"gate: is {choice!r}; use {others}'selsync', 'selsync:DELTA', 'periodic:EVERY', 'periodic:EVERY:WARMUP', or "

@@ -24,6 +24,9 @@ WANTED_SHARES = (0.5, 0.8, 0.9)
 WORTHWHILE = 1.03
 """Speed-up below which nothing is advised: a prediction is not that exact."""
 
+SHORT_STEP_S = 0.01
+"""Steps shorter than this are ruled by what each bucket and hook costs the processor, which is in no model here."""
+
 _CAUTION = {
     "Priority (ByteScheduler)": "equal to plain; refuses clipping by the global norm and GradScaler",
     "DeFT": "updates come one late, and merged where the network is slow: compare accuracy",
@@ -216,4 +219,9 @@ def _sentence(options: Sequence[Option]) -> str:
         said += f" ({best.remark})"
     if exact is not None and exact is not best and exact.gain >= WORTHWHILE:
         said += f"; with updates exactly as in plain, {exact.name} gains {exact.gain - 1:.0%}"
+    if plain.step_s < SHORT_STEP_S:
+        said += (
+            f"; but a step takes {1e3 * plain.step_s:.1f} ms, of which fixed costs that are not in this model are a "
+            "large part: compare real runs before you believe it"
+        )
     return said

@@ -93,11 +93,11 @@ def test_with_little_communication_a_job_stays_synchronous_and_says_so() -> None
     assert torch.equal(first["weights"], second["weights"])
 
 
-def decided_twice() -> list[tuple[int, float]]:
+def decided_twice(compression: Any) -> tuple[list[float], float]:
     xo.init()
     schedule = DeFT(warmup_steps=8, profile_steps=5, ramp_updates=0)
     model = make_model(width=400).insert(1, Pause(0.003))  # its second layer takes longer than a window
-    optimizer: Any = xo.DistributedOptimizer(sgd(model), model.named_parameters(), schedule=schedule)
+    optimizer: Any = xo.DistributedOptimizer(sgd(model), model.named_parameters(), compression, schedule=schedule)
     for step in range(20):
         optimizer.zero_grad()
         features, targets = batch(xo.rank(), step)
@@ -105,17 +105,18 @@ def decided_twice() -> list[tuple[int, float]]:
         optimizer.step()
     assert len(schedule.generations.pieces) > len(schedule.buckets), "none was cut"
     optimizer.flush()
-    found = [(d.step, d.numbers["coverage_rate"]) for d in schedule.decisions if "coverage_rate" in d.numbers]
+    rates = [d.numbers["coverage_rate"] for d in schedule.decisions if "coverage_rate" in d.numbers]
     assert schedule.profile is not None
-    return [*found, (20, schedule.profile.coverage_rate)]
+    elements = sum(bucket.buffer.numel() for bucket in schedule.buckets)
+    return [*rates, schedule.profile.coverage_rate], sum(schedule.profile.nbytes) / elements
 
 
-def test_a_second_decision_goes_by_the_same_measurement_though_buckets_were_cut_after_it() -> None:
-    for found in run_ranks(decided_twice, 2, env=SLOW_LINK):
-        first, *later = found
-        assert len(later) > 1, found
-        for _, coverage_rate in later:
-            assert coverage_rate == pytest.approx(first[1], rel=0.05)
+@pytest.mark.parametrize(("compression", "width"), [("none", 8), ("fp16", 2)])
+def test_a_second_decision_goes_by_the_same_measurement_though_buckets_were_cut(compression: str, width: int) -> None:
+    for (first, *later), measured_width in run_ranks(decided_twice, 2, compression, env=SLOW_LINK):
+        assert len(later) > 1
+        assert later == pytest.approx([first] * len(later), rel=0.05)
+        assert measured_width == pytest.approx(width, rel=0.01)
 
 
 def loss_that_rises() -> list[tuple[int, str]]:

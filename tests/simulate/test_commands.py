@@ -48,6 +48,12 @@ def test_advice_for_a_fast_network_is_to_stay() -> None:
     assert advice.sentence.startswith("stay with plain")
 
 
+def test_advice_for_very_short_steps_is_not_to_be_believed_unseen() -> None:
+    short = Profile((75,) * 4, (150,) * 4, 100, ((400,) * 4,), (40_000,) * 4, ("gloo",), 2, 20)
+    assert "a step takes 2.6 ms, of which fixed costs" in advise(short).sentence
+    assert "fixed costs" not in advise(profile()).sentence
+
+
 def test_advice_follows_ranks_rate_and_lssr() -> None:
     slow, fast = advise(profile()), advise(profile(), bit_s=1e12)
     assert fast.coverage_rate < 0.1 * slow.coverage_rate
