@@ -16,6 +16,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import socket
 import statistics
 import sys
 import tempfile
@@ -72,6 +73,33 @@ def hand_overs(directory: Path, turns: int, pinned: bool) -> list[float]:
         job.join()
     pairs = itertools.pairwise(stamps)
     return [(later[0] - earlier[1]) * 1e-9 for earlier, later in pairs if earlier[2] != later[2]]
+
+
+def _echo(end: socket.socket, pinned: bool) -> None:
+    if pinned:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    while message := end.recv(1):
+        end.send(message)
+
+
+def wake_ups(times: int, pinned: bool) -> list[float]:
+    """Seconds that a byte takes to another process and back: the two wake-ups that a hand-over cannot do without."""
+    mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    echo = _context.Process(target=_echo, args=(other, pinned), daemon=True)
+    echo.start()
+    allowed, seconds = os.sched_getaffinity(0), []
+    if pinned:
+        os.sched_setaffinity(0, {min(allowed)})
+    for _ in range(times):
+        time.sleep(TURN_S)
+        began = time.monotonic_ns()
+        mine.send(b"x")
+        mine.recv(1)
+        seconds.append((time.monotonic_ns() - began) * 1e-9)
+    os.sched_setaffinity(0, allowed)
+    echo.terminate()
+    echo.join()
+    return seconds
 
 
 def _hold_and_die(directory: Path, ready: Connection) -> None:
@@ -142,6 +170,8 @@ def main(words: Sequence[str] | None = None) -> int:
         measured: dict[str, Any] = {
             "hand-over, jobs pinned to one core": hand_overs(Path(folder, "pinned"), options.turns, True),
             "hand-over, jobs on idle cores": hand_overs(Path(folder, "idle"), options.turns, False),
+            "of it two wake-ups, one core": wake_ups(options.turns, True),
+            "of it two wake-ups, idle cores": wake_ups(options.turns, False),
             "partner goes on after SIGKILL of the holder": [after_a_death(Path(folder)) for _ in range(options.kills)],
             "calls of a step, alone": [alone(Path(folder), 10_000) for _ in range(5)],
         }
