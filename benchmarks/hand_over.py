@@ -75,7 +75,8 @@ def hand_overs(directory: Path, turns: int, pinned: bool) -> list[float]:
     return [(later[0] - earlier[1]) * 1e-9 for earlier, later in pairs if earlier[2] != later[2]]
 
 
-def _echo(end: socket.socket, pinned: bool) -> None:
+def _echo(end: socket.socket, parents: socket.socket, pinned: bool) -> None:
+    parents.close()  # else its end would never be seen
     if pinned:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     while message := end.recv(1):
@@ -85,7 +86,7 @@ def _echo(end: socket.socket, pinned: bool) -> None:
 def wake_ups(times: int, pinned: bool) -> list[float]:
     """Seconds that a byte takes to another process and back: the two wake-ups that a hand-over cannot do without."""
     mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    echo = _context.Process(target=_echo, args=(other, pinned), daemon=True)
+    echo = _context.Process(target=_echo, args=(other, mine, pinned), daemon=True)
     echo.start()
     allowed, seconds = os.sched_getaffinity(0), []
     if pinned:
@@ -97,8 +98,9 @@ def wake_ups(times: int, pinned: bool) -> list[float]:
         mine.recv(1)
         seconds.append((time.monotonic_ns() - began) * 1e-9)
     os.sched_setaffinity(0, allowed)
-    echo.terminate()
+    mine.close()
     echo.join()
+    other.close()
     return seconds
 
 

@@ -160,7 +160,8 @@ class Reduction:
     def wire_width(self, bucket: Bucket) -> int:
         """Bytes that an element of the bucket takes on its way."""
         one = torch.zeros(1, dtype=bucket.buffer.dtype, device=bucket.device)
-        return (one if self.compression is None else self.compression.compress(one)[0]).element_size()
+        wire = one if self.compression is None else self.compression.compress(one)[0]
+        return self.communicator.carried_as(wire.dtype).itemsize
 
     def launch(self, bucket: Bucket) -> PendingReduction:
         """Start the all-reduce of a gathered bucket. Same order of calls on every rank."""

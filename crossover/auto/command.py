@@ -76,7 +76,7 @@ def described(profile: Profile, output: Path) -> str:
     watched = sum(any(value is not None for value in step) for step in zip(*profile.significance, strict=True))
     return "\n".join(
         [
-            f"{output}: {profile.steps} steps on {profile.size} ranks, {sum(profile.nbytes) / 1e6:.1f} MB of gradients "
+            f"{output}: {profile.steps} steps on {profile.size} ranks, {sum(profile.nbytes) / 1e6:.1f} MB a step "
             f"in {len(profile.nbytes)} buckets over {profile.links[0]}",
             f"computing   {1e-3 * times.compute:.1f} ms a step",
             f"all-reduce  {1e-3 * sum(times.reduce[0]):.1f} ms a step, {profile.coverage_rate:.2f} times computing",

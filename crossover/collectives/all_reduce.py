@@ -13,7 +13,7 @@ from torch import Tensor
 
 from crossover.collectives import handles
 from crossover.collectives.checking import checked
-from crossover.collectives.compression import Compression
+from crossover.collectives.compression import Compression, compressor_of
 from crossover.collectives.process_sets import ProcessSet, global_process_set, members
 from crossover.collectives.reduce_ops import ScaledOp, check_adasum, resolve_op
 from crossover.collectives.reducing import AllReduce, ReduceCall
@@ -24,7 +24,7 @@ def allreduce(
     tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] | str = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -61,10 +61,11 @@ def allreduce(
         >>> xo.allreduce(torch.tensor([1.0, 2.0]), name="loss").tolist()
         [1.0, 2.0]
     """
-    sent, context = compression.compress(checked(tensor))
+    compressor = compressor_of(compression)
+    sent, context = compressor.compress(checked(tensor))
     call = _call([sent], average, name, op, prescale_factor, postscale_factor, process_set)
     (reduced,) = AllReduce.apply(call, sent)
-    return compression.decompress(reduced, context)
+    return compressor.decompress(reduced, context)
 
 
 def allreduce_async(
@@ -115,18 +116,19 @@ def grouped_allreduce(
     tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] | str = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """:func:`allreduce` of a list: small tensors of one dtype travel together. Differentiable."""
-    packed = [compression.compress(checked(tensor)) for tensor in tensors]
+    compressor = compressor_of(compression)
+    packed = [compressor.compress(checked(tensor)) for tensor in tensors]
     sent = [tensor for tensor, _ in packed]
     call = _call(sent, average, name, op, prescale_factor, postscale_factor, process_set, kind="grouped_allreduce")
     reduced = AllReduce.apply(call, *sent)
-    return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, packed, strict=True)]
+    return [compressor.decompress(tensor, context) for tensor, (_, context) in zip(reduced, packed, strict=True)]
 
 
 def grouped_allreduce_async(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from crossover.reduction import Compressor
 
 
 class NoneCompressor:
@@ -76,7 +79,7 @@ class Compression:
     bf16 = BF16Compressor
 
 
-def compressor_of(choice: Any) -> Any:
+def compressor_of(choice: type[Compressor] | str) -> type[Compressor]:
     """The compressor itself, or one by name; whether it is one is checked where it is used.
 
     Args:
@@ -91,7 +94,12 @@ def compressor_of(choice: Any) -> Any:
     """
     if not isinstance(choice, str):
         return choice
-    known = {"": NoneCompressor, "none": NoneCompressor, "fp16": FP16Compressor, "bf16": BF16Compressor}
+    known: dict[str, type[Compressor]] = {
+        "": NoneCompressor,
+        "none": NoneCompressor,
+        "fp16": FP16Compressor,
+        "bf16": BF16Compressor,
+    }
     found = known.get(choice.strip().lower())
     if found is None:
         raise ValueError(

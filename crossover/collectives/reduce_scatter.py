@@ -11,7 +11,7 @@ from torch import Tensor
 from crossover.collectives import handles
 from crossover.collectives.all_gather import gather_rows
 from crossover.collectives.checking import checked, describe, verify
-from crossover.collectives.compression import Compression
+from crossover.collectives.compression import Compression, compressor_of
 from crossover.collectives.handles import Started
 from crossover.collectives.process_sets import ProcessSet, global_process_set, members
 from crossover.collectives.reduce_ops import (
@@ -33,7 +33,7 @@ from crossover.reduction import Compressor
 def reducescatter(
     tensor: Tensor,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] | str = Compression.none,
     op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
@@ -64,9 +64,10 @@ def reducescatter(
         >>> rows.shape[0]
         4
     """
-    sent, context = compression.compress(checked(tensor))
+    compressor = compressor_of(compression)
+    sent, context = compressor.compress(checked(tensor))
     call = _call(op, prescale_factor, postscale_factor, name, process_set, "reducescatter")
-    return compression.decompress(_ReduceScatter.apply(*call, sent)[0], context)
+    return compressor.decompress(_ReduceScatter.apply(*call, sent)[0], context)
 
 
 def reducescatter_async(
@@ -85,17 +86,18 @@ def reducescatter_async(
 def grouped_reducescatter(
     tensors: Sequence[Tensor],
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] | str = Compression.none,
     op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """:func:`reducescatter` of a list. Differentiable for ``Average`` and ``Sum``."""
-    packed = [compression.compress(checked(tensor)) for tensor in tensors]
+    compressor = compressor_of(compression)
+    packed = [compressor.compress(checked(tensor)) for tensor in tensors]
     call = _call(op, prescale_factor, postscale_factor, name, process_set, "grouped_reducescatter")
     reduced = _ReduceScatter.apply(*call, *(sent for sent, _ in packed)) if packed else ()
-    return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, packed, strict=True)]
+    return [compressor.decompress(tensor, context) for tensor, (_, context) in zip(reduced, packed, strict=True)]
 
 
 def grouped_reducescatter_async(

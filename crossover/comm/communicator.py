@@ -79,6 +79,10 @@ class Communicator(ABC):
     def unsupported_reason(self, dtype: torch.dtype, device: torch.device) -> str | None:
         """``None`` if tensors of this kind can be all-reduced here, else why not and the way out, for a message."""
 
+    def carried_as(self, dtype: torch.dtype) -> torch.dtype:
+        """What travels of a tensor of this dtype: another one where the backend reduces it as such."""
+        return dtype
+
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM, *, name: str) -> Work:
         """Start reducing the contiguous ``tensor`` over all ranks, in place."""

@@ -216,6 +216,10 @@ class EmulatedLink(Communicator):
         """See :meth:`Communicator.unsupported_reason`."""
         return self.inner.unsupported_reason(dtype, device)
 
+    def carried_as(self, dtype: torch.dtype) -> torch.dtype:
+        """See :meth:`Communicator.carried_as`."""
+        return self.inner.carried_as(dtype)
+
     def all_reduce(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM, *, name: str) -> Work:
         """See :meth:`Communicator.all_reduce`."""
         size = 2 * self._part * tensor.nbytes

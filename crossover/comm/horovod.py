@@ -78,6 +78,10 @@ class HorovodCommunicator(Communicator):
         kind = "float16 or bfloat16" if dtype.is_floating_point else "int64"
         return f"horovod cannot reduce {dtype}; cast to {kind} first"
 
+    def carried_as(self, dtype: torch.dtype) -> torch.dtype:
+        """See :meth:`Communicator.carried_as`."""
+        return _REDUCED_AS.get(dtype, dtype)
+
     def all_reduce(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM, *, name: str) -> Work:
         """See :meth:`Communicator.all_reduce`. Complex tensors: ``SUM`` only."""
         reason = self.unsupported_reason(tensor.dtype, tensor.device)

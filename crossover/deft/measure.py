@@ -45,8 +45,7 @@ class StepTimer:
 
     def start(self) -> None:
         """Begin with the next step."""
-        self._steps.clear()
-        self._marks = None
+        self.stop()
         # On all modules: no model has to be given.
         self._handles = [
             register_module_forward_pre_hook(self._before_module),

@@ -139,7 +139,7 @@ def agreed(profiles: Sequence[Profile]) -> Profile:
         ),
         nbytes=first.nbytes,
         links=first.links,
-        size=len(profiles),
+        size=first.size,
         steps=min(profile.steps for profile in profiles),
     )
 

@@ -190,6 +190,14 @@ class DeFT(DelayedSchedule):
             self._survey.timer.stop()
         self._survey = None
 
+    def expect_layout(self) -> None:
+        """Have buckets of the size that a loaded state has: the link looks different at each start. Collective."""
+        mine = None if self._loaded is None else self._loaded.get("bucket_bytes")
+        everyone = self.reduction.communicator.all_gather_object(mine, name=f"{self.reduction.name}.deft.size")
+        known = [size for size in everyone if size is not None]
+        if known and self._wanted_bytes is None:
+            self.bucket_cap_bytes = known[0]
+
     def layout(self, buckets: Sequence[Bucket]) -> None:
         """Take the buckets. If some are new, measurement and planning begin anew."""
         known = len(self.buckets)
@@ -240,6 +248,7 @@ class DeFT(DelayedSchedule):
                 reason = self._guard.look(due, self.buckets, self.delayed)
                 if reason is not None and self.delayed:
                     self.course.fall_back(reason)
+                    self._survey.timer.stop()
         self._go_on()
 
     # -- from step to step -------------------------------------------------------------------------------------------
@@ -337,6 +346,11 @@ class DeFT(DelayedSchedule):
             self._begin(self.course.step(self.reduction.communicator, "", QueueState(), len(self.generations.pieces)))
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`DelayedSchedule.state_dict`: with the size of the buckets."""
+        state = super().state_dict()
+        return {**state, "bucket_bytes": self.bucket_cap_bytes} if state else {}
 
     def counters(self) -> dict[str, Any]:
         """See :meth:`DelayedSchedule.counters`: the plan, the place in it, and what the preserver knows."""

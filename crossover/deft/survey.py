@@ -15,6 +15,8 @@ from crossover.reduction import Reduction
 from crossover.schedulers.generations import Generation, Piece
 from crossover.schedulers.transfer import Transfer
 
+MOST_CORRECTED = 1.25
+
 
 class Survey:
     """Times computing per bucket, and the transfers of the fast link, over some steps.
@@ -96,10 +98,11 @@ class Survey:
 
 
 def no_faster_than(profile: Profile, link: LinkCost) -> Profile:
-    """The same, where the fast link carries no more than it does when idle.
+    """The same, where the fast link carries no more than it does when idle: corrected by a quarter at most.
 
     A rank that comes late to a transfer finds a part of it done, and each transfer counts as on the rank where it was
-    shortest: that may leave too little of all of them.
+    shortest: that may leave too little of all of them, by a fifth where it was measured. By how much more the link was
+    slow when it was probed, it was busy with something else.
 
     Example:
         >>> profile = Profile((10, 10), (20, 20), 0, ((60, 20),), (6_000, 4_000), ("gloo",))
@@ -110,4 +113,5 @@ def no_faster_than(profile: Profile, link: LinkCost) -> Profile:
     if not 0 < measured < least:
         return profile
     first, *others = profile.reduce_us
-    return replace(profile, reduce_us=(tuple(round(us * least / measured) for us in first), *others))
+    factor = min(least / measured, MOST_CORRECTED)
+    return replace(profile, reduce_us=(tuple(round(us * factor) for us in first), *others))

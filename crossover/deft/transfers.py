@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 
@@ -12,7 +11,7 @@ from crossover.deft.cost import LinkCost, fit_link
 from crossover.schedulers.transfer import Link
 
 PROBE_BYTES = (4_096, 1_048_576)
-QUEUED = (8, 3)
+QUEUED = (8, 4)
 """All-reduces of each of these sizes that are queued behind each other."""
 ROUNDS = 2
 
@@ -33,12 +32,12 @@ def probe(link: Link, device: torch.device, name: str) -> LinkCost:
 def probe_together(links: Sequence[Link], device: torch.device, name: str) -> list[float]:
     """Microseconds of an equal all-reduce on each link while all are busy. Collective."""
     rounds = [_queued(links, device, PROBE_BYTES[1], QUEUED[1], f"{name}.together{n}") for n in range(ROUNDS)]
-    return [statistics.median(column) for column in zip(*rounds, strict=True)]
+    return [min(column) for column in zip(*rounds, strict=True)]
 
 
 def _queued(links: Sequence[Link], device: torch.device, nbytes: int, count: int, name: str) -> list[float]:
     """Microseconds that each of ``count`` all-reduces takes on each link."""
-    tensors = torch.zeros(len(links), count, nbytes // 4, device=device)
+    tensors = torch.zeros(len(links), count, nbytes // 4, dtype=torch.float32, device=device)
     before = time.perf_counter_ns()
     works = [
         [link.all_reduce(tensor, name=f"{name}.{place}.{number}") for number, tensor in enumerate(rows)]

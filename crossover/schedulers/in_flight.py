@@ -7,6 +7,7 @@ counters go on where they were.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from crossover.schedulers.transfer import Arrived
 
 if TYPE_CHECKING:
     from crossover.schedulers.delayed import DelayedSchedule
+
+_log = logging.getLogger("crossover")
 
 
 def save(schedule: DelayedSchedule) -> dict[str, Any]:
@@ -124,3 +127,9 @@ def take_counters(schedule: DelayedSchedule, state: dict[str, Any], kept: bool) 
     if state["layout"] == layout_of(schedule.buckets):
         schedule.generations.pieces = [Piece(*piece) for piece in state["pieces"]]
         schedule.load_counters(state["counters"], kept)
+    elif schedule.reduction.communicator.rank == 0:
+        _log.warning(
+            "%s: the loaded state is of other buckets, as of another model: counts and plan begin anew, and gradients "
+            "that were on their way are dropped",
+            type(schedule).__name__,
+        )

@@ -116,7 +116,7 @@ def _compression(rank: int, size: int) -> None:
 
     mine = torch.tensor([1.0, 2.0, 3.0]) * (rank + 1)
     average = torch.tensor([1.0, 2.0, 3.0]) * (size + 1) / 2
-    for compression in (xo.Compression.none, xo.Compression.fp16, xo.Compression.bf16, Halved):
+    for compression in (xo.Compression.none, xo.Compression.fp16, xo.Compression.bf16, Halved, "fp16"):
         result = xo.allreduce(mine, compression=compression)
         assert result.dtype is torch.float32
         assert torch.allclose(result, average, rtol=1e-2), compression

@@ -77,7 +77,7 @@ def test_a_slow_link_is_measured_and_updates_come_late(launcher: str) -> None:
     assert first["delayed"], first["decisions"]
     assert any("delayed, capacity" in line and "coverage_rate" in line for line in first["decisions"])
     on_the_link = 8 * sum(first["profile"].nbytes) / 10  # microseconds at 10 Mbit/s
-    assert sum(first["profile"].reduce_us[0]) > 0.7 * on_the_link  # what came late shortens what was queued behind it
+    assert sum(first["profile"].reduce_us[0]) > 0.9 * on_the_link
     assert first["profile"].times().compute > 2000, "the pause was seen"
     assert first["updates"] < 30
     for key in ("decisions", "profile", "plan", "updates"):
@@ -111,12 +111,49 @@ def decided_twice(compression: Any) -> tuple[list[float], float]:
     return [*rates, schedule.profile.coverage_rate], sum(schedule.profile.nbytes) / elements
 
 
-@pytest.mark.parametrize(("compression", "width"), [("none", 8), ("fp16", 2)])
-def test_a_second_decision_goes_by_the_same_measurement_though_buckets_were_cut(compression: str, width: int) -> None:
-    for (first, *later), measured_width in run_ranks(decided_twice, 2, compression, env=SLOW_LINK):
+@pytest.mark.parametrize(
+    ("launcher", "compression", "width"),
+    [
+        ("torch", "none", 8),
+        ("torch", "fp16", 2),
+        pytest.param("horovod", "bf16", 4, marks=pytest.mark.horovod),  # which it adds up in float32
+    ],
+)
+def test_a_second_decision_goes_by_the_same_measurement_though_buckets_were_cut(
+    launcher: str, compression: str, width: int
+) -> None:
+    for (first, *later), measured_width in run_ranks(decided_twice, 2, compression, launcher=launcher, env=SLOW_LINK):
         assert len(later) > 1
         assert later == pytest.approx([first] * len(later), rel=0.05)
         assert measured_width == pytest.approx(width, rel=0.01)
+
+
+def resumed(*sizes: int) -> list[tuple[int, int, int]]:
+    """Trainings of 8 steps, each with the state of the one before; the link seems to want buckets of these sizes."""
+    xo.init()
+    found, state = [], None
+    for size in sizes:
+        scout.bucket_bytes = lambda *_, size=size: size  # type: ignore[assignment]
+        schedule = DeFT(warmup_steps=6, profile_steps=3, ramp_updates=0)
+        model = make_model()
+        optimizer: Any = xo.DistributedOptimizer(sgd(model), model.named_parameters(), schedule=schedule)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        for step in range(8):
+            optimizer.zero_grad()
+            features, targets = batch(xo.rank(), step)
+            nn.functional.mse_loss(model(features), targets).backward()
+            optimizer.step()
+        state = optimizer.state_dict()
+        found.append((len(schedule.buckets), schedule.course.steps, schedule.dropped))
+        optimizer.flush()
+    return found
+
+
+def test_a_state_goes_on_though_the_link_looks_different_at_the_next_start() -> None:
+    for (buckets, *_), later in run_ranks(resumed, 2, 2_000, 100_000):
+        assert buckets > 1
+        assert later == (buckets, 16, 0)
 
 
 def loss_that_rises() -> list[tuple[int, str]]:
