@@ -97,8 +97,9 @@ class Bucket:
             _slot(index, name, parameter, typed, offset)
             for (index, name, parameter), offset in zip(members, offsets, strict=True)
         ]
-        everything = [1.0] * len(members)
-        self._usual_counts = self.buffer.new_tensor([[*everything, 0, 0, 0, 1], [*everything, 0, 0, 1, 0]]).unbind()
+        flags = [1] * len(members)
+        # what is counted where all gradients are there: without a step since the last pass, and with one
+        self._usual_counts = self.buffer.new_tensor([[*flags, 0, 0, 0, 1], [*flags, 0, 0, 1, 0]]).unbind()
         self._pointers = [slot.pointer for slot in self.slots]
         self._joinable = small and not first.is_complex() and all(slot.view.is_contiguous() for slot in self.slots)
         self.missing: list[int] = []

@@ -69,9 +69,9 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         named_parameters: ``model.named_parameters()``; gives messages and records their names.
         compression: how gradients travel: ``Compression.none``, ``fp16``, ``bf16`` or their names, or a class with
             static ``compress`` and ``decompress`` that work elementwise on flat tensors; ``None`` is
-            ``$CROSSOVER_COMPRESSION``, or none. Of a gate's averages of parameters
-            the distance from the last average is compressed, which takes memory for one more copy of them in float32;
-            after a checkpoint is loaded the first average travels as it is: training goes on equal to rounding.
+            ``$CROSSOVER_COMPRESSION``, or none. Of a gate's averages of parameters the distance from the last average
+            is compressed, which takes memory for one more copy of them in float32; after a checkpoint is loaded the
+            first average travels as it is: training goes on equal to rounding.
         backward_passes_per_step: passes that are added up, on this rank alone, before the last of them is shared.
             Gradients are the sum over the passes: divide the loss by their number for a mean. Those of an unfinished
             window are in no checkpoint: a resumed job begins the window anew.

@@ -157,9 +157,9 @@ class Reduction:
     others_grew: bool = False
     waits: Waits = field(default_factory=Waits)
 
-    def wire_width(self, bucket: Bucket) -> int:
-        """Bytes that an element of the bucket takes on its way."""
-        one = torch.zeros(1, dtype=bucket.buffer.dtype, device=bucket.device)
+    def wire_width(self, dtype: torch.dtype, device: torch.device) -> int:
+        """Bytes that an element of a tensor takes on its way."""
+        one = torch.zeros(1, dtype=dtype, device=device)
         wire = one if self.compression is None else self.compression.compress(one)[0]
         return self.communicator.carried_as(wire.dtype).itemsize
 

@@ -1,4 +1,4 @@
-"""The environment variables that mean something here, and a word about those that do not."""
+"""The environment variables that mean something here, and a word about those that look like one of them."""
 
 from __future__ import annotations
 

@@ -292,10 +292,8 @@ class Auto(Delegating):
         return f"auto: {reason}", {**facts, "choice": self.choice}
 
     def state_dict(self) -> dict[str, Any]:
-        """DeFT's, where it is at work, and the size of its buckets; empty while nothing can be in flight."""
-        if self.deft is None or not self.deft.buckets:
-            return {}
-        return {**self.deft.state_dict(), "bucket_bytes": self.bucket_cap_bytes}
+        """DeFT's, where it is at work; empty while nothing can be in flight."""
+        return {} if self.deft is None else self.deft.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See :meth:`DelayedSchedule.load_state_dict`. A plain job that is training already stays plain for now."""

@@ -75,7 +75,7 @@ class Survey:
 
     def _mine(self, pieces: Sequence[Piece], buckets: Sequence[Bucket], links: Sequence[LinkCost]) -> Profile:
         forward, backward, between = self.timer.result()
-        width = [self._reduction.wire_width(bucket) for bucket in buckets]
+        width = [self._reduction.wire_width(bucket.buffer.dtype, bucket.device) for bucket in buckets]
         nbytes = [(piece.stop - piece.start) * width[piece.bucket] for piece in pieces]
         fast = [self._median(piece, links[0].microseconds(size)) for piece, size in zip(pieces, nbytes, strict=True)]
         slow = [tuple(link.microseconds(size) for size in reversed(nbytes)) for link in links[1:]]

@@ -175,8 +175,7 @@ def gate_of(choice: Gate | str | None) -> Gate | None:
         except (KeyError, TypeError):
             pass
         except ValueError as error:
-            if not str(error).startswith(("could not convert", "invalid literal")):
-                raise ValueError(f"gate: is {choice!r}; {error}") from error
+            raise ValueError(f"gate: is {choice!r}; {error}") from error
     others = "".join(f"{name!r}, " for name in sorted(_BY_NAME))
     raise ValueError(
         f"gate: is {choice!r}; use {others}'selsync', 'selsync:DELTA', 'periodic:EVERY', 'periodic:EVERY:WARMUP', or "
@@ -186,11 +185,19 @@ def gate_of(choice: Gate | str | None) -> Gate | None:
 
 def _by_name(name: str, numbers: Sequence[str]) -> Gate | None:
     if name == "selsync":
-        return SelSync(*(float(number) for number in numbers))
+        return SelSync(*_parsed(float, numbers))
     if name == "periodic":
-        return Periodic(*(int(number) for number in numbers))
+        return Periodic(*_parsed(int, numbers))
     if name in ("none", "") and not numbers:
         return None
     if name in _BY_NAME and not numbers:
         return _BY_NAME[name]()
     raise KeyError(name)
+
+
+def _parsed(number: Callable[[str], Any], texts: Sequence[str]) -> list[Any]:
+    """``KeyError`` where one is no number."""
+    try:
+        return [number(text) for text in texts]
+    except ValueError as error:
+        raise KeyError(*texts) from error

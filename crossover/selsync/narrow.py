@@ -48,15 +48,14 @@ class Packer:
         self.known.clear()
 
 
-def wire_bytes(tensors: Sequence[Tensor], compression: type[Compressor] | None, *, widened: bool) -> int:
+def wire_bytes(tensors: Sequence[Tensor], reduction: Reduction, *, widened: bool) -> int:
     """Size of ``tensors`` on their way; ``widened``: half precision is added up in float32, if it is not compressed."""
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     total = 0
     for value in map(as_real, tensors):
         kind = (value.dtype, value.device)
         if kind not in sizes:
-            one = torch.zeros(1, dtype=wire_dtype(value.dtype) if widened else value.dtype, device=value.device)
-            sizes[kind] = (one if compression is None else compression.compress(one)[0]).element_size()
+            sizes[kind] = reduction.wire_width(wire_dtype(value.dtype) if widened else value.dtype, value.device)
         total += value.numel() * sizes[kind]
     return total
 

@@ -126,7 +126,7 @@ class Synchronizer:
 
     def wire_bytes(self, tensors: Sequence[Tensor]) -> int:
         """Size of what is shared of ``tensors`` on its way."""
-        return wire_bytes(tensors, self._reduction.compression, widened=self.gate.average == "parameters")
+        return wire_bytes(tensors, self._reduction, widened=self.gate.average == "parameters")
 
     def forget(self) -> None:
         """Ranks go on from checkpoints: what was agreed on before is no point to measure from. On all ranks at once."""

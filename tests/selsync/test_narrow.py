@@ -12,6 +12,8 @@ from torch.distributed.algorithms.join import Join
 
 import crossover as xo
 from crossover import telemetry
+from crossover.comm import Solo
+from crossover.reduction import Reduction, scaling_for
 from crossover.schedulers import FifoDelayed
 from crossover.selsync.narrow import wire_bytes
 from tests.cases import invariants
@@ -169,9 +171,10 @@ def test_the_first_average_after_loading_travels_as_it_is() -> None:
 
 def test_sizes_on_the_way() -> None:
     tensors = [torch.zeros(5), torch.zeros(3, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.complex64)]
-    assert wire_bytes(tensors, None, widened=True) == 4 * (5 + 3 + 4), "half precision is added up in float32"
-    assert wire_bytes(tensors, None, widened=False) == 4 * (5 + 4) + 2 * 3
-    assert wire_bytes(tensors, xo.Compression.fp16, widened=True) == 2 * (5 + 3 + 4)
+    whole, half = (Reduction(Solo(), scaling_for(True, 1, 1.0), kind) for kind in (None, xo.Compression.fp16))
+    assert wire_bytes(tensors, whole, widened=True) == 4 * (5 + 3 + 4), "half precision is added up in float32"
+    assert wire_bytes(tensors, whole, widened=False) == 4 * (5 + 4) + 2 * 3
+    assert wire_bytes(tensors, half, widened=True) == 2 * (5 + 3 + 4)
 
 
 # -- dtypes, ranks without data, checkpoints ---------------------------------------------------------------------------
