@@ -94,6 +94,14 @@ class Attachment:
         cls.attached.add(attachment)
         return optimizer
 
+    @classmethod
+    def in_use(cls) -> dict[Attachment, torch.optim.Optimizer]:
+        """Those with an engine and their optimizers, in the order in which they were wrapped."""
+        # Whoever holds the result holds the optimizers: else the garbage collector could detach one that the script
+        # has dropped in the middle of a collective that counts on it.
+        found = [(a, optimizer) for a in cls.attached if (optimizer := a._optimizer()) is not None]
+        return dict(sorted(((a, o) for a, o in found if a.engine is not None), key=lambda pair: pair[0].number))
+
     def _detach(self) -> None:
         engine, self.engine = self.engine, None
         if engine is not None:
@@ -135,7 +143,8 @@ class Attachment:
         A script that builds an optimizer each epoch no longer uses the old one, but it may live on, and for how long
         differs between ranks where only the garbage collector ends it.
         """
-        for other in sorted(self.attached, key=lambda attachment: attachment.number):
+        in_use = self.in_use()
+        for other in in_use:
             if other is not self and other.engine is not None and other.engine.held & engine.held:
                 # not what is collective of a flush: an old optimizer may live on some ranks only
                 other.engine.schedule.flush()
@@ -290,7 +299,8 @@ class Attachment:
         Raises:
             CommunicationError: other ranks are elsewhere, so what is in flight is lost.
         """
-        for attachment in sorted(cls.attached, key=lambda a: a.number):
+        in_use = cls.in_use()
+        for attachment in in_use:
             if attachment.engine is not None:
                 try:
                     attachment.engine.exchange.flush_at_shutdown()

@@ -57,8 +57,8 @@ def join(device: int = -1) -> int:
         0
     """
     communicator = runtime.context().communicator
-    everyone = sorted((a for a in Attachment.attached if a.engine is not None), key=lambda a: a.number)
-    attachments = [a for a in everyone if _engine(a).shares > _engine(a).shares_at_join] or everyone
+    everyone = Attachment.in_use()
+    attachments = [a for a in everyone if _engine(a).shares > _engine(a).shares_at_join] or list(everyone)
     rounds = 0
     while attachments:
         absent = [_engine(attachment).stand_in() for attachment in attachments]

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 import crossover as xo
+from crossover import runtime
+from crossover.attachment import Attachment
 from tests.cases import invariants
 from tests.harness import run_ranks
 from tests.training import adam, batch, flat, make_model, sgd
@@ -221,3 +223,33 @@ def sparse_and_unused() -> None:
 
 def test_sparse_gradients_and_unused_parameters_join() -> None:
     run_ranks(sparse_and_unused, env={"CROSSOVER_TIMEOUT": "15"})
+
+
+def dropped_while_joining() -> None:
+    """The garbage collector may run at any time, and an optimizer that the script has dropped is often in a cycle."""
+    xo.init()
+    gc.disable()
+    model = make_model()
+    earlier = xo.DistributedOptimizer(sgd(make_model(seed=3)))
+    earlier.itself = earlier
+    del earlier
+    optimizer = xo.DistributedOptimizer(sgd(model))
+    train(model, optimizer, BATCHES[xo.rank()])
+    communicator = runtime.context().communicator
+    gather = communicator.all_gather_object
+
+    def collect_and_gather(*args: Any, **kwargs: Any) -> Any:
+        gc.collect()
+        return gather(*args, **kwargs)
+
+    communicator.all_gather_object = collect_and_gather  # type: ignore[method-assign]
+    assert xo.join() == 0
+    assert len(Attachment.attached) == 2
+    gc.collect()
+    assert len(Attachment.attached) == 1
+    invariants.require_same("parameters", invariants.digests(model))
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_an_optimizer_dropped_before_the_join(launcher: str) -> None:
+    run_ranks(dropped_while_joining, launcher=launcher, env={"CROSSOVER_TIMEOUT": "15"})
