@@ -219,6 +219,14 @@ class SignificanceTracker(Smoothing):
             self.significance = relative_change(self.smoothed, previous)
         return self.significance
 
+    def vote(self, delta: float) -> bool:
+        """This rank's vote on the last sample: see :func:`is_significant`."""
+        return is_significant(self.significance, delta)
+
+    def value(self) -> float | None:
+        """The significance of the last sample, ``None`` where unknown."""
+        return self.significance
+
     def _smooth(self, sample: float) -> float:
         if self.window is None:
             return (sample - self.smoothed) * self.factor + self.smoothed if self.smoothed > 0 else sample

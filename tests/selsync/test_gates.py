@@ -14,6 +14,7 @@ from crossover.selsync import LocalGradients, Periodic, SelSync, gate_of
 from crossover.selsync.ballot import Field, decision_of, same_everywhere
 from crossover.selsync.gate import CHECKED_EVERY, Gate
 from crossover.selsync.local_gradients import Observation
+from crossover.selsync.significance import TensorSignificanceTracker
 from crossover.selsync.smoothing import SignificanceTracker
 
 
@@ -139,6 +140,27 @@ def test_counters_and_tracker_are_saved() -> None:
     assert (other.steps, other.since_shared, other.apart) == (5, 2, True)
     with pytest.raises(ValueError, match="state: lacks"):
         other.load_state_dict({"local_steps": 3})
+
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_tracker_goes_on_where_the_gradients_are(device: str) -> None:
+    """As after a checkpoint, or when a model moves: floats on the CPU, tensors elsewhere, the same numbers."""
+    gate, reference = SelSync(0.3, factor=0.5, warmup_steps=2), SignificanceTracker(0.5, warmup_steps=2)
+    for step, place in enumerate(("cpu", device, device, "cpu", device)):
+        gate.opinion(LocalGradients([torch.full((3,), float(step + 1), device=place)]))
+        assert gate.tracker.value() == reference.update(3.0 * (step + 1) ** 2)
+        assert isinstance(gate.tracker, SignificanceTracker if place == "cpu" else TensorSignificanceTracker)
+        if device == "cpu":
+            tensors = TensorSignificanceTracker(0.5, warmup_steps=2)
+            tensors.load_state_dict(gate.tracker.state_dict())
+            gate.tracker = tensors
+    assert gate.tracker.state_dict() == reference.state_dict()
 
 
 def test_ranks_go_on_from_the_one_that_is_furthest() -> None:
