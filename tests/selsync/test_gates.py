@@ -153,8 +153,8 @@ def test_the_tracker_goes_on_where_the_gradients_are(device: str) -> None:
     """As after a checkpoint, or when a model moves: floats on the CPU, tensors elsewhere, the same numbers."""
     gate, reference = SelSync(0.3, factor=0.5, warmup_steps=2), SignificanceTracker(0.5, warmup_steps=2)
     for step, place in enumerate(("cpu", device, device, "cpu", device)):
-        gate.opinion(LocalGradients([torch.full((3,), float(step + 1), device=place)]))
-        assert gate.tracker.value() == reference.update(3.0 * (step + 1) ** 2)
+        gate.opinion(LocalGradients([torch.full((1,), step + 1.0, device=place)]))
+        assert gate.tracker.value() == reference.update((step + 1.0) ** 2)
         assert isinstance(gate.tracker, SignificanceTracker if place == "cpu" else TensorSignificanceTracker)
         if device == "cpu":
             tensors = TensorSignificanceTracker(0.5, warmup_steps=2)
