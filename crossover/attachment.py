@@ -143,8 +143,7 @@ class Attachment:
         A script that builds an optimizer each epoch no longer uses the old one, but it may live on, and for how long
         differs between ranks where only the garbage collector ends it.
         """
-        in_use = self.in_use()
-        for other in in_use:
+        for other in self.in_use():
             if other is not self and other.engine is not None and other.engine.held & engine.held:
                 # not what is collective of a flush: an old optimizer may live on some ranks only
                 other.engine.schedule.flush()
@@ -299,8 +298,7 @@ class Attachment:
         Raises:
             CommunicationError: other ranks are elsewhere, so what is in flight is lost.
         """
-        in_use = cls.in_use()
-        for attachment in in_use:
+        for attachment in cls.in_use():
             if attachment.engine is not None:
                 try:
                     attachment.engine.exchange.flush_at_shutdown()

@@ -78,7 +78,7 @@ class SelSync(Gate):
         return self.tracker.vote(self.delta)
 
     def _follow(self, norm: Tensor) -> None:
-        """On floats where reading one waits for no device: over 100 us less than a dozen operations on tensors."""
+        """On floats where reading the norm waits for no device: they cost less than a dozen operations on tensors."""
         form = SignificanceTracker if norm.device.type == "cpu" else TensorSignificanceTracker
         if not isinstance(self.tracker, form):
             was = self.tracker

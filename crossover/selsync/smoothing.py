@@ -157,7 +157,7 @@ class Smoothing:
 
 
 class SignificanceTracker(Smoothing):
-    """The rule on floats: smoothed squared norm, and its relative change. For simulation, calibration and tests.
+    """The rule on floats: smoothed squared norm, and its relative change. For gradients on a CPU, and for simulation.
 
     With ``s`` the smoothed and ``x`` the new squared norm, the significance is ``|s_new - s| / s`` where
 

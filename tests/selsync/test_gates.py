@@ -142,13 +142,7 @@ def test_counters_and_tracker_are_saved() -> None:
         other.load_state_dict({"local_steps": 3})
 
 
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")),
-]
-
-
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_tracker_goes_on_where_the_gradients_are(device: str) -> None:
     """As after a checkpoint, or when a model moves: floats on the CPU, tensors elsewhere, the same numbers."""
     gate, reference = SelSync(0.3, factor=0.5, warmup_steps=2), SignificanceTracker(0.5, warmup_steps=2)
