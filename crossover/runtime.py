@@ -310,7 +310,8 @@ def _horovod_job(timeout: float, stall_warning: float) -> _Job:
     if not started_before:
         engine.start()
     host, port = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT")
-    connect = http_store(host, int(port), f"crossover-board-{_generation}") if host and port else None
+    scope = engine.agreed_number(timeout)  # workers that joined later have started fewer jobs in their process
+    connect = http_store(host, int(port), f"crossover-board-{scope}") if host and port else None
     board = Board(connect, hvd.rank(), "horovodrun")
     context = Context(
         engine.HorovodCommunicator(timeout=timeout, stall_warning=stall_warning, board=board),

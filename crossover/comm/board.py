@@ -1,8 +1,7 @@
 """A notice board on which ranks leave a word when something goes wrong, so that an error can name who was missing.
 
 The board is kept by the launcher's rendezvous server, outside the collectives that failed. It is touched only by a
-rank that waits for too long, fails or leaves; never while things go well. It is a help for error messages and nothing
-more: no call here raises, waits for long, or decides anything.
+rank that waits for long, fails or leaves; never while things go well. No call here raises or waits for long.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 _SECONDS_PER_CALL = 2.0
 _SECONDS_BETWEEN_LOOKS = 0.05
 _LONGEST_TEXT = 400
+_ALARM = "alarm"
 
 
 class State(str, Enum):
@@ -35,6 +35,11 @@ class State(str, Enum):
     RAISED = "raised"
     LEFT = "left"
     WORKING = "working"  # after a wait that was long enough to be posted
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank that says so takes part in no further collective."""
+        return self in (State.GAVE_UP, State.RAISED)
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,16 @@ class Board:
         word = Word(state, text[:_LONGEST_TEXT], time.time() if since is None else since)
         with contextlib.suppress(Exception), self._connect() as pinboard:
             pinboard.write(str(self._rank), json.dumps(asdict(word)))
+            if state.failed:  # after the word, which whoever sees the alarm looks for
+                pinboard.write(_ALARM, str(self._rank))
+
+    def alarmed(self) -> bool:
+        """Whether any rank of the job has failed: one look-up, however many ranks there are. Never raises."""
+        if self._connect is None:
+            return False
+        with contextlib.suppress(Exception), self._connect() as pinboard:
+            return pinboard.read(_ALARM) is not None
+        return False
 
     def gather(self, ranks: Collection[int], patience: float) -> tuple[Mapping[int, Word], str | None]:
         """The words of ``ranks``, given ``patience`` seconds to arrive. Never raises.

@@ -7,6 +7,7 @@ are made unique, other dtypes are carried as ones that it knows, waits sleep, an
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -274,3 +275,14 @@ def start() -> None:
             f"crossover.init: Horovod did not start on this rank: {error}. Look at the other ranks' output; if they "
             "only start late, set HOROVOD_GLOO_TIMEOUT_SECONDS (30 by default) higher"
         ) from error
+
+
+def agreed_number(timeout: float) -> int:
+    """A number that all ranks have in common and no job before this one had.
+
+    Raises:
+        CommunicationError: not all ranks came within ``timeout`` seconds.
+    """
+    number = torch.tensor(time.time_ns())
+    HorovodCommunicator(timeout=timeout, stall_warning=timeout).broadcast(number, 0, name="crossover.init").wait()
+    return int(number)

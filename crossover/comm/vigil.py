@@ -18,6 +18,7 @@ from crossover.errors import CommunicationError
 _log = logging.getLogger("crossover.comm")
 SLICE = 1.0  # seconds; Python handles Ctrl-C only between slices
 _PATIENCE = 1.0  # seconds for the others' words to arrive: they fail at about the same time
+_FIRST_LOOK = 0.5  # seconds of waiting; well within the others' patience. Each further look comes at twice the last
 
 
 def profiler_span(name: str) -> AbstractContextManager[object]:
@@ -60,10 +61,12 @@ class Vigil:
             waited: seconds already spent.
 
         Raises:
-            CommunicationError: the time-out passed, or ``poll`` raised.
+            CommunicationError: the time-out passed, ``poll`` raised, or another rank said that it has failed: not
+                every backend ends what waits for a rank that is gone.
         """
         started = time.monotonic() - waited
         warning_at = min(self.stall_warning, self.timeout / 2)
+        look_at = _FIRST_LOOK
         warned = False
         while True:
             waited = time.monotonic() - started
@@ -73,15 +76,26 @@ class Vigil:
                 self._warn(name, waited)
                 warned = True
                 continue
+            if waited >= look_at:
+                look_at = 2 * waited
+                self._look_for_failures(name, waited)
             left = (self.timeout if warned else warning_at) - waited
             try:
-                done = poll(min(SLICE, left))
+                done = poll(min(SLICE, left, look_at - waited))
             except RuntimeError as error:
                 raise self.failure(name, time.monotonic() - started, error) from error
             if done:
                 if warned:  # else a later error elsewhere would find this rank still waiting here
                     self.board.post(State.WORKING, name)
                 return
+
+    def _look_for_failures(self, name: str, waited: float) -> None:
+        if not self.board.alarmed():
+            return
+        words, _ = self.board.gather(self._others, 0.0)
+        failed = [rank for rank in self._others if rank in words and words[rank].state.failed]
+        if failed:
+            raise self.failure(name, waited, RuntimeError(f"{_named(failed)} had failed"))
 
     def _warn(self, name: str, waited: float) -> None:
         self.board.post(State.WAITING, name, time.time() - waited)

@@ -34,6 +34,17 @@ def test_words_are_read_by_the_others() -> None:
     assert third.gather([0], 1.0)[0][0].state is State.LEFT
 
 
+def test_only_failures_raise_the_alarm() -> None:
+    _store, (first, second, third) = boards_on_a_store()
+    for state in (State.WAITING, State.WORKING, State.LEFT):
+        first.post(state)
+        assert not third.alarmed()
+    second.post(State.GAVE_UP, "bucket 3")
+    assert third.alarmed()
+    assert not Board(None, 0).alarmed()
+    assert not Board(tcp_store("127.0.0.1", free_port(), "words"), 0).alarmed()
+
+
 def test_silence_is_waited_for_only_so_long() -> None:
     _store, (first, second, _) = boards_on_a_store()
     first.post(State.LEFT)
