@@ -50,7 +50,7 @@ AMPS = {"none": None, "bf16": torch.bfloat16}
 def pick_device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", xo.local_rank())
+    device = torch.device("cuda", xo.local_rank() % torch.cuda.device_count())
     torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True
     return device

@@ -43,7 +43,7 @@ def run(
     with tempfile.TemporaryDirectory() as folder, _launcher(launcher, size) as common:
         ranks = []
         for rank in range(size):
-            environment = {**os.environ, **_ONE_THREAD, **common, **_rank(launcher, rank, size), **(variables or {})}
+            environment = {**os.environ, **_ON_ITS_CORE, **common, **_rank(launcher, rank, size), **(variables or {})}
             environment[RESULT_VARIABLE] = folder
             core = str(rank % (os.cpu_count() or 1))
             command = ["taskset", "-c", core, sys.executable, "-m", module, *arguments]
@@ -83,7 +83,7 @@ def _errors_of(process: subprocess.Popen[str], ranks: Sequence[subprocess.Popen[
     return errors
 
 
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_ON_ITS_CORE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def _rank(launcher: str, rank: int, size: int) -> dict[str, str]:

@@ -52,7 +52,7 @@ class AccountedReduction:
         self._work.wait()
         after = time.perf_counter_ns()
         end = self._completed[0] if self._completed else after
-        self._reduction.account(self._name, (self.started_ns, end), (before, after))
+        self._reduction.account(self._name, (self.started_ns, end), (before, after), self._work.holds_host)
         return self.tensor
 
     @property

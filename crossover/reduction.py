@@ -39,6 +39,7 @@ class Traffic:
         communication_s: seconds from start to known completion, summed over collectives.
         exposed_s: seconds the training thread waited.
         hidden_s: seconds of ``communication_s`` in which the training thread waited for none; known with telemetry on.
+        unseen: collectives that a device waited for and not the host, which knows nothing of their times.
     """
 
     nbytes: int = 0
@@ -46,6 +47,7 @@ class Traffic:
     communication_s: float = 0.0
     exposed_s: float = 0.0
     hidden_s: float = 0.0
+    unseen: int = 0
 
 
 class Waits:
@@ -127,7 +129,7 @@ class PendingReduction:
             work.wait()
             after = time.perf_counter_ns()
             end = completed[0] if completed else after
-            self._reduction.account(self.bucket.name, (started, end), (before, after))
+            self._reduction.account(self.bucket.name, (started, end), (before, after), work.holds_host)
             if self._reduction.compression is not None:
                 part.copy_(self._reduction.compression.decompress(wire, context))
         self._parts.clear()
@@ -207,8 +209,18 @@ class Reduction:
             "gradients, or by crossover.allreduce of each rank's own"
         )
 
-    def account(self, name: str, travelled: tuple[int, int], waited: tuple[int, int]) -> None:
-        """Book one collective: when it travelled and when it was waited for, ``perf_counter`` nanoseconds."""
+    def account(self, name: str, travelled: tuple[int, int], waited: tuple[int, int], seen: bool = True) -> None:
+        """Book one collective: when it travelled and when it was waited for, ``perf_counter`` nanoseconds.
+
+        Args:
+            name: of it.
+            travelled: from start to completion.
+            waited: by the training thread.
+            seen: whether the host knows these times.
+        """
+        if not seen:
+            self.traffic.unseen += 1
+            return
         self.traffic.communication_s += (travelled[1] - travelled[0]) * 1e-9
         self.traffic.exposed_s += (waited[1] - waited[0]) * 1e-9
         if telemetry.active() is not None:

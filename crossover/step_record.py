@@ -52,6 +52,7 @@ class StepRecords:
             extra={
                 "shared_passes": shares,
                 "schedule": "none" if engine is None else type(engine.schedule).__name__,
+                **({"unseen": traffic.unseen} if traffic.unseen else {}),
                 **facts,
             },
         )

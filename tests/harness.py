@@ -124,6 +124,7 @@ def run_ranks(
     timeout: float = 60.0,
     env: Mapping[str, str | None] | None = None,
     expect_failure: bool = False,
+    gpus: bool = False,
 ) -> list[Any]:
     """Call ``function(*args)`` on ``size`` ranks.
 
@@ -135,6 +136,7 @@ def run_ranks(
         env: further environment variables; ``None`` removes one. ``{"TORCHELASTIC_USE_AGENT_STORE": None}`` makes
             rank 0 keep the rendezvous store, as without ``torchrun``.
         expect_failure: return how every rank ended instead of raising on failure.
+        gpus: whether ranks see the GPUs that there are; ranks of one GPU would choose NCCL, which refuses them.
 
     Returns:
         The values returned, in rank order; with ``expect_failure`` a list of :class:`Outcome`.
@@ -150,6 +152,7 @@ def run_ranks(
         ranks = []
         for rank in range(size):
             variables = {**_own_environment(), **_ONE_THREAD, **common, **_rank_variables(launcher, rank, size)}
+            variables |= {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
             for name, value in (env or {}).items():
                 variables.pop(name, None) if value is None else variables.update({name: value})
             ranks.append(_Rank(folder / str(rank), rank, function, args, variables, timeout))

@@ -196,13 +196,14 @@ def on_gpus() -> tuple[str, list[float], list[float]]:
 @pytest.mark.gpu
 def test_two_ranks_on_one_device_are_refused_under_nccl_only() -> None:
     one = {"CUDA_VISIBLE_DEVICES": "0"}
-    for outcome in run_ranks(on_gpus, 2, env=one, expect_failure=True):
+    for outcome in run_ranks(on_gpus, 2, env=one, expect_failure=True, gpus=True):
         assert outcome.error == "ValueError"
         assert "both use CUDA device" in outcome.message
-    assert run_ranks(on_gpus, 2, env={**one, "CROSSOVER_BACKEND": "gloo"}) == [("gloo", [2.0] * 4, [2.0] * 4)] * 2
+    through_host = run_ranks(on_gpus, 2, env={**one, "CROSSOVER_BACKEND": "gloo"}, gpus=True)
+    assert through_host == [("gloo", [2.0] * 4, [2.0] * 4)] * 2
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
 def test_nccl_for_devices_and_gloo_for_the_host() -> None:
-    assert run_ranks(on_gpus, 2) == [("gloo+nccl", [2.0] * 4, [2.0] * 4)] * 2
+    assert run_ranks(on_gpus, 2, gpus=True) == [("gloo+nccl", [2.0] * 4, [2.0] * 4)] * 2

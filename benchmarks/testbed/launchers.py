@@ -22,6 +22,7 @@ def common(host: int, second: bool) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(PROJECT), kept.get("PYTHONPATH", "")]))
     kept |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
     kept |= {f"{library}_SOCKET_IFNAME": INTERFACES[0] for library in ("GLOO", "TP", "NCCL")}
+    kept["CUDA_VISIBLE_DEVICES"] = ""  # hosts are cores here
     kept["CROSSOVER_TESTBED_HOST"] = str(host)
     if second:
         kept["CROSSOVER_SECOND_IFACE"] = INTERFACES[1]

@@ -32,9 +32,11 @@ class Work(ABC):
 
     Attributes:
         name: the readable name under which the collective was started.
+        holds_host: whether :meth:`wait` holds the host until the result is there, so that its time is known.
     """
 
     name: str
+    holds_host: bool = True
 
     @abstractmethod
     def wait(self) -> None:
@@ -121,7 +123,9 @@ class Communicator(ABC):
 
     def barrier(self, *, name: str = "barrier") -> None:
         """Return when every rank has called it."""
-        self.all_reduce(torch.zeros(1, dtype=torch.int32, device=self.control_device), name=name).wait()
+        token = torch.zeros(1, dtype=torch.int32, device=self.control_device)
+        self.all_reduce(token, name=name).wait()
+        token.item()  # where a wait only orders a device's stream, this is what holds the host
 
     @property
     def control_device(self) -> torch.device:

@@ -45,12 +45,12 @@ _WAITED_FOR_ON_HOST = frozenset({"gloo", "mpi"})
 class TorchWork(Work):
     """A collective of a process group."""
 
-    __slots__ = ("_communicator", "_on_host", "_work", "name")
+    __slots__ = ("_communicator", "_work", "holds_host", "name")
 
     def __init__(self, communicator: TorchCommunicator, name: str, work: dist.Work, on_host: bool) -> None:
         self._communicator = communicator
         self._work = work
-        self._on_host = on_host
+        self.holds_host = on_host
         self.name = name
 
     def wait(self) -> None:
@@ -61,7 +61,7 @@ class TorchWork(Work):
     def _wait(self) -> None:
         started = time.monotonic()
         vigil = self._communicator.vigil
-        if not self._on_host:
+        if not self.holds_host:
             try:
                 self._work.wait()
             except RuntimeError as error:
@@ -87,7 +87,7 @@ class TorchWork(Work):
 
     def when_completed(self, callback: Callable[[int], None]) -> None:
         """See :meth:`Work.when_completed`. On a device's streams the host cannot tell."""
-        if self._on_host:
+        if self.holds_host:
             self._work.get_future().add_done_callback(lambda _: callback(time.perf_counter_ns()))
 
     def is_completed(self) -> bool:
@@ -139,7 +139,7 @@ class TorchCommunicator(Communicator):
         me = self.ranks[self.rank]
         self.vigil = Vigil(self.backend, self.rank, self.ranks, timeout, stall_warning, board or Board(None, me))
         self.first_slice = timedelta(seconds=self.vigil.first_slice)
-        self._on_host = {device: name in _WAITED_FOR_ON_HOST for device, name in self._backends.items()}
+        self.holds_host = {device: name in _WAITED_FOR_ON_HOST for device, name in self._backends.items()}
         self._options = {op: _all_reduce_options(torch_op) for op, torch_op in _TORCH_OPS.items()}
         self._allreduce = group.allreduce
 
@@ -176,7 +176,7 @@ class TorchCommunicator(Communicator):
             work = self._allreduce([carrier], self._options[op])
         except RuntimeError as error:
             raise self._start_error(name, tensor, error) from error
-        return TorchWork(self, name, work, self._on_host[tensor.device.type])
+        return TorchWork(self, name, work, self.holds_host[tensor.device.type])
 
     def broadcast(self, tensor: Tensor, root: int, *, name: str) -> Work:
         """See :meth:`Communicator.broadcast`."""
@@ -282,7 +282,7 @@ class TorchCommunicator(Communicator):
                 work = launch()
         except RuntimeError as error:
             raise self._start_error(name, tensor, error) from error
-        return TorchWork(self, name, work, self._on_host[tensor.device.type])
+        return TorchWork(self, name, work, self.holds_host[tensor.device.type])
 
     def _start_error(self, name: str, tensor: Tensor, error: RuntimeError) -> ValueError | CommunicationError:
         reason = self.unsupported_reason(tensor.dtype, tensor.device)

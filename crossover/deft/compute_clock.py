@@ -12,23 +12,24 @@ class ComputeClock:
     """Marks moments without waiting for the device; only what lies between them may wait, for the later one.
 
     Args:
-        on_gpu: whether events on the current stream are the marks.
+        device: whose computing is timed; on a GPU by events on its current stream.
 
     Example:
-        >>> clock = ComputeClock(on_gpu=False)
+        >>> clock = ComputeClock(torch.device("cpu"))
         >>> clock.between_us(clock.mark(), clock.mark()) >= 0
         True
     """
 
-    def __init__(self, on_gpu: bool) -> None:
-        self._on_gpu = on_gpu
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on_gpu = device.type == "cuda"
 
     def mark(self) -> Any:
         """This moment in the order of what has been launched."""
         if not self._on_gpu:
             return time.perf_counter_ns()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))  # another thread's current device may be another
         return event
 
     def between_us(self, start: Any, end: Any) -> float:

@@ -182,7 +182,8 @@ class GlooLink:
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(stream):
             pinned.copy_(tensor, non_blocking=True)
-            copied = torch.cuda.Event()
+            tensor.record_stream(stream)  # its owner may let go of it before it has been waited for
+            copied = torch.cuda.Event(blocking=True)  # else its wait takes a core
             copied.record(stream)
         work = StagedWork(self, name, tensor, pinned, copied)
         self._waiting.put(work)
@@ -213,8 +214,9 @@ class GlooLink:
         return kept.pop() if kept else torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
     def _stage(self) -> None:
+        assert self._stream is not None
+        torch.cuda.set_device(self._stream.device)  # a thread begins on the first one
         while (work := self._waiting.get()) is not None:
-            assert self._stream is not None
             work.run(self._stream)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,8 @@ class StepTimer:
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._count = len(buckets)
-        self._clock = ComputeClock(bool(buckets) and buckets[0].device.type == "cuda")
+        self._clock = ComputeClock(buckets[0].device if buckets else torch.device("cpu"))
+        self._process = os.getpid()
         self._owner = {id(slot.parameter): bucket.index for bucket in buckets for slot in bucket.slots}
         self._handles: list[RemovableHandle] = []
         self._steps: list[_Marks] = []
@@ -79,9 +81,11 @@ class StepTimer:
 
     def _before_module(self, module: torch.nn.Module, args: Any) -> None:
         marks = self._marks
-        if marks is None or not torch.is_grad_enabled() or current_task() != NO_TASK:
-            return  # evaluation, or a forward within backward
+        if marks is None or not self._in_forward():
+            return
         if marks.forward_start is None:
+            if not any(id(parameter) in self._owner for parameter in module.parameters()):
+                return  # a transform of the data
             marks.forward_start = self._clock.mark()
         for parameter in module._parameters.values():
             index = self._owner.get(id(parameter))
@@ -89,8 +93,14 @@ class StepTimer:
                 marks.used[index] = self._clock.mark()
 
     def _after_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if self._marks is not None and torch.is_grad_enabled() and current_task() == NO_TASK:
+        if self._marks is not None and self._marks.forward_start is not None and self._in_forward():
             self._marks.forward_end = self._clock.mark()
+
+    def _in_forward(self) -> bool:
+        """Not in an evaluation, nor within backward, nor in a forked worker, which inherits hooks and has no device."""
+        if torch.compiler.is_compiling():
+            return False
+        return torch.is_grad_enabled() and current_task() == NO_TASK and os.getpid() == self._process
 
     def result(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         """Medians over the steps, microseconds: forward and backward of each bucket, input side first, and between.

@@ -78,4 +78,4 @@ class Sample:
 def squared_norm(buckets: Sequence[Bucket], factor: float) -> float:
     """Of the gradients in the buckets, each multiplied by ``factor``."""
     norms: list[Tensor] = [torch.linalg.vector_norm(bucket.gradients).double() for bucket in buckets]
-    return sum(float(norm) ** 2 for norm in norms) * factor * factor if norms else math.nan
+    return sum(norm**2 for norm in torch.stack(norms).tolist()) * factor * factor if norms else math.nan

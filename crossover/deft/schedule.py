@@ -166,7 +166,7 @@ class DeFT(DelayedSchedule):
             profile_steps=course.profile_steps,
             replan_steps=course.replan_steps,
             most=course.pilot.limits.most_merged,
-            on_gpu=self._scout.device.type == "cuda",
+            device=self._scout.device,
             log=course.pilot.log,
             given=self._given,
         )

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from crossover.deft.compute_clock import ComputeClock
 from crossover.deft.cost import LinkCost
 from crossover.deft.profile import Profile
@@ -57,7 +59,7 @@ class MeasuredTravel(Travel):
         profile_steps: int,
         replan_steps: int,
         most: int,
-        on_gpu: bool,
+        device: torch.device,
         log: Callable[..., None],
         given: Profile | None = None,
     ) -> None:
@@ -65,7 +67,7 @@ class MeasuredTravel(Travel):
         self._cost = cost
         self._warmup_steps, self._profile_steps, self._replan_steps = warmup_steps, profile_steps, replan_steps
         self._most = most
-        self._clock = ComputeClock(on_gpu)
+        self._clock = ComputeClock(device)
         self._log = log
         self._given = given
         self._decide_at: int | None = None

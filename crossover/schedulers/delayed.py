@@ -66,7 +66,7 @@ class DelayedSchedule(Schedule):
         self._in_pass = False
         self._awaits_step = False
         self._adopted_from: int | None = None
-        self._stood_in = 0
+        self._stood_in: tuple[Tensor, int] = (torch.zeros(()), 1)  # summed over a generation's steps, and their number
         self._loaded: dict[str, Any] | None = None
         self._rate = LearningRateGain()
 
@@ -183,11 +183,12 @@ class DelayedSchedule(Schedule):
         return self._due
 
     @torch.no_grad()
-    def _bring(self, due: Generation) -> Generation | None:
+    def _bring(self, due: Generation, flushes: bool = False) -> Generation | None:
         """Scale the generation in the buckets and put it into ``p.grad``; ``None`` if it is not to be applied."""
-        absent = self.generations.absent()
-        self._stood_in = absent // due.steps
-        if due.void or absent == due.steps * self.reduction.communicator.size:
+        self._stood_in = self.generations.absent(), due.steps
+        # To ask a device makes the host wait. In a step it is not asked: where all ranks stand in, nobody steps.
+        asks = flushes or self.generations.on_host
+        if due.void or (asks and self.stood_in() == self.reduction.communicator.size):
             return None
         factor = self.loss_scale.current() / due.scale * (due.steps if self.merge == "sum" else 1)
         for bucket in self.buckets:
@@ -198,7 +199,8 @@ class DelayedSchedule(Schedule):
 
     def stood_in(self) -> int:
         """See :meth:`Schedule.stood_in`; of the generation that was complete last."""
-        return self._stood_in
+        absent, steps = self._stood_in
+        return int(absent.item()) // steps
 
     def _clear(self) -> None:
         for parameter in self.generations.parameters:
@@ -257,7 +259,7 @@ class DelayedSchedule(Schedule):
         generation.wait()
         self._clear()
         scale, generation.scale = generation.scale, self.loss_scale.current()
-        if self._bring(generation) is None:
+        if self._bring(generation, flushes=True) is None:
             return
         if scale != 1.0:
             for bucket in self.buckets:

@@ -184,10 +184,14 @@ class Generations:
             late=True,
         )
 
-    def absent(self) -> int:
-        """How often a rank only stood in for the steps of the generation in the buckets; known on the CPU only."""
-        last = self.buckets[-1] if self.buckets else None
-        return int(last.absent.item()) if last is not None and last.device.type == "cpu" else 0
+    @property
+    def on_host(self) -> bool:
+        """Whether looking at a value makes nobody wait."""
+        return not self.buckets or self.buckets[-1].device.type == "cpu"
+
+    def absent(self) -> Tensor:
+        """How often a rank only stood in for the steps of the generation in the buckets; on their device."""
+        return self.buckets[-1].absent.clone() if self.buckets else torch.zeros(())
 
     def settle(self) -> None:
         """Wait for what has been started."""

@@ -62,10 +62,10 @@ class Transfer:
             return
         before = time.perf_counter_ns()
         self._work.wait()
-        after = time.perf_counter_ns()
+        after, seen = time.perf_counter_ns(), self._work.holds_host
         self._work = None
         self.completed_ns = self._told[0] if self._told else after
-        self._reduction.account(self._name, (self.started_ns, self.completed_ns), (before, after))
+        self._reduction.account(self._name, (self.started_ns, self.completed_ns), (before, after), seen)
         if self._reduction.compression is not None:
             self._part.copy_(self._reduction.compression.decompress(self._wire, self._context))
 

@@ -90,9 +90,10 @@ class Ballot:
         self._facts = facts
         numbers = [0 if isinstance(fact := facts.get(field, 0), Tensor) else int(fact) for field in Field]
         tensor = torch.tensor(numbers, dtype=torch.int64, device=reduction.communicator.control_device)
-        for field, fact in facts.items():
-            if isinstance(fact, Tensor):
-                tensor[field] = fact.reshape(())
+        elsewhere = {field: fact for field, fact in facts.items() if isinstance(fact, Tensor)}
+        if elsewhere:
+            fetched = torch.stack([fact.reshape(()).long() for fact in elsewhere.values()])  # one copy: each waits
+            tensor[list(elsewhere)] = fetched.to(tensor.device)
         self._pending = AccountedReduction(reduction, tensor, name="vote")
 
     def counts(self) -> list[int]:

@@ -70,10 +70,10 @@ def advice(backend: str, mps: bool) -> str | None:
         mps: whether it computes through MPS.
 
     Example:
-        >>> advice("nccl", mps=True) is None, advice("gloo", mps=False) is None
-        (True, True)
+        >>> advice("nccl", mps=True) is None, advice("gloo", mps=False) is None, advice("gloo+nccl", mps=False) is None
+        (True, True, False)
     """
-    if backend != "nccl" or mps:
+    if "nccl" not in backend or mps:
         return None
     return (
         "NCCL communicates with kernels on the GPU itself, and without MPS the GPU runs the kernels of one process at "

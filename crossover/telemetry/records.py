@@ -29,7 +29,8 @@ class StepRecord:
         bytes_sent: payload bytes handed to collectives.
         collectives: how many collectives were started.
         communication_s: seconds from launch to completion as this rank saw it, summed over collectives.
-        exposed_s: seconds the training thread waited for other ranks.
+        exposed_s: seconds the training thread waited for other ranks. Collectives that a device waits for, as NCCL's,
+            are in neither; ``extra["unseen"]`` says how many.
         hidden_s: seconds of communication under computing, summed over collectives.
         extra: what gates and schedules add (``significance``, ``vote``, ``schedule``, ``generation``, ...).
     """

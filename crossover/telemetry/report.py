@@ -15,6 +15,11 @@ from crossover.telemetry.run import Run, load_run
 LITTLE_TO_GAIN = 0.05
 """Exposed share below which the report advises nothing."""
 
+UNSEEN = (
+    "the device waited for communication, as it does for NCCL, and not the host: how much of the step that took is not "
+    "known here; crossover profile measures it, and torch's profiler shows it"
+)
+
 STRAGGLER = 0.05
 """Part of a step by which a rank's own work must exceed that of the others to be called slow."""
 
@@ -92,11 +97,12 @@ def analyse(run: Run) -> Report:
     moved = everything.total_hidden_s + sum(row.exposed_s for rows in run.records.values() for row in rows)
     schedule = _schedule(run.records)
     reasons = Counter(record.reason for records in run.records.values() for record in records)
+    seen = not any(record.extra.get("unseen") for records in run.records.values() for record in records)
     return Report(
         steps=min(summary.steps for summary in summaries.values()),
         median_step_s=everything.median_step_s,
-        exposed_share=everything.exposed_share,
-        hidden_share=everything.total_hidden_s / moved if moved > 0 else None,
+        exposed_share=everything.exposed_share if seen else None,
+        hidden_share=everything.total_hidden_s / moved if seen and moved > 0 else None,
         synchronised_share=everything.synchronised_share,
         bytes_sent=everything.bytes_sent,
         bytes_per_step=everything.bytes_sent / everything.steps if everything.steps else None,
@@ -104,9 +110,11 @@ def analyse(run: Run) -> Report:
         slowest_lag_s=lag,
         schedule=schedule,
         reasons=dict(reasons.most_common()),
-        ranks=tuple(RankReport(rank, summary, summary.exposed_share) for rank, summary in summaries.items()),
+        ranks=tuple(
+            RankReport(rank, summary, summary.exposed_share if seen else None) for rank, summary in summaries.items()
+        ),
         notes=run.notes,
-        advice=advise(everything, len(summaries), slowest, lag, schedule),
+        advice=advise(everything, len(summaries), slowest, lag, schedule) if seen else UNSEEN,
     )
 
 

@@ -45,7 +45,7 @@ def pick_device(options: argparse.Namespace) -> torch.device:
         torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = not options.deterministic
     if torch.cuda.is_available() and not options.cpu:
-        device = torch.device("cuda", xo.local_rank())
+        device = torch.device("cuda", xo.local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
     if "OMP_NUM_THREADS" not in os.environ:

@@ -57,7 +57,8 @@ if args.clip and args.schedule not in (None, "overlapped"):
 
 xo.init()  # finds torchrun, horovodrun or neither
 main_rank, size = xo.rank() == 0, xo.size()
-device = torch.device("cuda", xo.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+gpus = torch.cuda.device_count()
+device = torch.device("cuda", xo.local_rank() % gpus) if gpus else torch.device("cpu")
 if device.type == "cuda":
     torch.cuda.set_device(device)
 else:

@@ -31,7 +31,8 @@ parser.add_argument("--seed", type=int, default=0)
 args = parser.parse_args()
 
 xo.init()
-device = torch.device("cuda", xo.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+gpus = torch.cuda.device_count()
+device = torch.device("cuda", xo.local_rank() % gpus) if gpus else torch.device("cpu")
 if device.type == "cuda":
     torch.cuda.set_device(device)
 else:  # a core is the device: the ranks of different jobs that have the same local rank share it

@@ -21,6 +21,8 @@ from torch.distributed.algorithms.join import Join
 import crossover as xo
 from crossover import runtime
 from crossover.attachment import Attachment
+from crossover.schedulers.fifo_delayed import FifoDelayed
+from crossover.schedulers.generations import Generations
 from tests.cases import invariants
 from tests.harness import run_ranks
 from tests.training import adam, batch, flat, make_model, sgd
@@ -140,6 +142,27 @@ def test_joined(schedule: str, counts: tuple[int, ...]) -> None:
 def test_joined_through_horovod() -> None:
     env = {"CROSSOVER_TIMEOUT": "15"}
     check(run_ranks(joined, 2, ("join()",), BATCHES, "overlapped", launcher="horovod", env=env), BATCHES)
+
+
+def joined_with_late_updates(on_device: bool) -> Tensor:
+    xo.init()
+    if on_device:  # as far as asking goes: how many ranks stood in is then looked at in join() and flush() alone
+        Generations.on_host = property(lambda generations: False)  # type: ignore[assignment, method-assign]
+    model = make_model()
+    schedule = FifoDelayed(merged=2, warmup_steps=1)
+    optimizer: Any = xo.DistributedOptimizer(sgd(model), model.named_parameters(), schedule=schedule)
+    for _ in range(EPOCHS):
+        train(model, optimizer, BATCHES[xo.rank()], 1)
+        assert xo.join() == 0
+        optimizer.flush()
+    return flat(model)
+
+
+def test_joined_with_late_updates_on_host_and_device() -> None:
+    """A generation in which all ranks only stood in is no update; without asking, the ranks would stand in for ever."""
+    env = {"CROSSOVER_TIMEOUT": "15"}
+    host, device = (run_ranks(joined_with_late_updates, 2, on_device, env=env) for on_device in (False, True))
+    assert all(torch.equal(result, host[0]) for result in [*host, *device])
 
 
 def join_context_without_torch_distributed() -> str:

@@ -141,8 +141,8 @@ def initialised() -> int:
 @pytest.mark.gpu
 def test_two_ranks_on_one_device_under_nccl() -> None:
     env = {**ENV, "CUDA_VISIBLE_DEVICES": "0"}
-    for outcome in run_ranks(initialised, 2, env=env, expect_failure=True, timeout=120):
+    for outcome in run_ranks(initialised, 2, env=env, expect_failure=True, timeout=120, gpus=True):
         assert outcome.error == "ValueError", outcome.describe()
         assert "both use CUDA device" in outcome.message
         assert outcome.exit_code == 1
-    assert run_ranks(initialised, 2, env={**env, "CROSSOVER_BACKEND": "gloo"}, timeout=120) == [2, 2]
+    assert run_ranks(initialised, 2, env={**env, "CROSSOVER_BACKEND": "gloo"}, timeout=120, gpus=True) == [2, 2]

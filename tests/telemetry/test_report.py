@@ -54,6 +54,14 @@ def test_figures_of_a_hand_made_run_are_exact(tmp_path: Path) -> None:
     assert json.loads(json.dumps(result.as_dict()))["bytes_sent"] == 4000
 
 
+def test_waits_that_only_a_device_sees_are_said_to_be_unknown(tmp_path: Path) -> None:
+    write(tmp_path, {rank: steady(rank, 0.0, extra={"unseen": 3}) for rank in range(2)})
+    result = report(tmp_path)
+    assert result.exposed_share is result.hidden_share is result.ranks[0].exposed_share is None
+    assert "the device waited" in result.advice
+    assert "the device waited" in as_text(result)
+
+
 @pytest.mark.parametrize(
     ("exposed", "schedule", "expected"),
     [
