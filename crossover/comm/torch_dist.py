@@ -139,7 +139,7 @@ class TorchCommunicator(Communicator):
         me = self.ranks[self.rank]
         self.vigil = Vigil(self.backend, self.rank, self.ranks, timeout, stall_warning, board or Board(None, me))
         self.first_slice = timedelta(seconds=self.vigil.first_slice)
-        self.holds_host = {device: name in _WAITED_FOR_ON_HOST for device, name in self._backends.items()}
+        self._on_host = {device: name in _WAITED_FOR_ON_HOST for device, name in self._backends.items()}
         self._options = {op: _all_reduce_options(torch_op) for op, torch_op in _TORCH_OPS.items()}
         self._allreduce = group.allreduce
 
@@ -176,7 +176,7 @@ class TorchCommunicator(Communicator):
             work = self._allreduce([carrier], self._options[op])
         except RuntimeError as error:
             raise self._start_error(name, tensor, error) from error
-        return TorchWork(self, name, work, self.holds_host[tensor.device.type])
+        return TorchWork(self, name, work, self._on_host[tensor.device.type])
 
     def broadcast(self, tensor: Tensor, root: int, *, name: str) -> Work:
         """See :meth:`Communicator.broadcast`."""
@@ -243,8 +243,13 @@ class TorchCommunicator(Communicator):
         )
 
     def close(self) -> None:
-        """Destroy the group if :meth:`new_group` of a communicator of all ranks made it."""
-        if self._owned and self.group in c10d._world.pg_map:
+        """Destroy the group if :meth:`new_group` of a communicator of all ranks made it.
+
+        One that reaches devices stays until the job ends: its destruction can wait for the other ranks, and this may be
+        called by the garbage collector, at another time on each.
+        """
+        on_host = all(self._on_host.values())
+        if self._owned and on_host and self.group in c10d._world.pg_map:
             dist.destroy_process_group(self.group)
         self._owned = False
 
@@ -282,7 +287,7 @@ class TorchCommunicator(Communicator):
                 work = launch()
         except RuntimeError as error:
             raise self._start_error(name, tensor, error) from error
-        return TorchWork(self, name, work, self.holds_host[tensor.device.type])
+        return TorchWork(self, name, work, self._on_host[tensor.device.type])
 
     def _start_error(self, name: str, tensor: Tensor, error: RuntimeError) -> ValueError | CommunicationError:
         reason = self.unsupported_reason(tensor.dtype, tensor.device)

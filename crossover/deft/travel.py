@@ -45,7 +45,7 @@ class MeasuredTravel(Travel):
         profile_steps: the last of them, which are timed.
         replan_steps: from one decision to the next.
         most: the most steps that an average travels under; for what takes longer ranks wait.
-        on_gpu: whether computing is timed by events.
+        device: whose computing is timed.
         log: told of each decision: step, action, numbers by name.
         given: used for the first decision in place of what was measured.
     """
