@@ -185,7 +185,7 @@ for epoch in range(first_epoch, args.epochs):
                 "train_loss": train_loss,
                 "test_loss": test_loss,
                 "accuracy": accuracy,
-                "computing_s": steps.median_busy_s or 0.0,
+                "computing_s": steps.median_busy_s or steps.median_step_s or 0.0,
                 "exposed_s": steps.median_exposed_s or 0.0,
                 "hidden_s": steps.total_hidden_s / max(steps.steps, 1),
             }
@@ -204,8 +204,12 @@ if not main_rank:
 print(f"\ntest accuracy           {accuracy:.2%} of {len(held_out)} images, evaluated over {size} rank(s)")
 if total.steps:
     print(f"median step             {1e3 * (total.median_step_s or 0):.2f} ms in {total.steps} steps")
-    print(f"communication exposed   {1e3 * (total.median_exposed_s or 0):.2f} ms a step (waited for; median)")
-    print(f"communication hidden    {1e3 * total.total_hidden_s / total.steps:.2f} ms a step (under computing; mean)")
+    if total.seen:
+        print(f"communication exposed   {1e3 * (total.median_exposed_s or 0):.2f} ms a step (waited for; median)")
+        hidden_ms = 1e3 * total.total_hidden_s / total.steps
+        print(f"communication hidden    {hidden_ms:.2f} ms a step (under computing; mean)")
+    else:
+        print("communication           not timed: the device waits for it, and not the host")
     print(f"sent                    {total.bytes_sent / total.steps / 1e6:.2f} MB a step")
 plot(args.out / "quickstart.png")
 print(f"checkpoint              {checkpoint_path}")

@@ -79,6 +79,7 @@ class Vigil:
             if waited >= look_at:
                 look_at = 2 * waited
                 self._look_for_failures(name, waited)
+                continue
             left = (self.timeout if warned else warning_at) - waited
             try:
                 done = poll(min(SLICE, left, look_at - waited))

@@ -88,6 +88,7 @@ class Summary:
         total_communication_s: sum of communication, over all steps.
         bytes_sent: payload bytes in all.
         collectives: collectives in all.
+        seen: whether the host knows of all waits; no figure is made of them where it does not.
     """
 
     steps: int
@@ -102,16 +103,17 @@ class Summary:
     total_communication_s: float
     bytes_sent: int
     collectives: int
+    seen: bool
 
     @property
     def mean_exposed_s(self) -> float | None:
         """Mean wait of a step whose time is known."""
-        return self.total_exposed_s / self.timed_steps if self.timed_steps else None
+        return self.total_exposed_s / self.timed_steps if self.seen and self.timed_steps else None
 
     @property
     def exposed_share(self) -> float | None:
         """Part of the time spent waiting, 0 to 1."""
-        return self.total_exposed_s / self.total_s if self.total_s > 0 else None
+        return self.total_exposed_s / self.total_s if self.seen and self.total_s > 0 else None
 
     @property
     def synchronised_share(self) -> float | None:
@@ -123,19 +125,21 @@ def summarise(records: Iterable[StepRecord]) -> Summary:
     """Medians and totals of ``records``. The first step's wait is in no share, as its step time is unknown."""
     rows = list(records)
     timed = [(row.step_s, row.exposed_s) for row in rows if row.step_s is not None]
+    seen = not any(row.extra.get("unseen") for row in rows)
     return Summary(
         steps=len(rows),
         timed_steps=len(timed),
         synchronised_steps=sum(row.synchronised for row in rows),
         median_step_s=_median(step for step, _ in timed),
-        median_busy_s=_median(step - exposed for step, exposed in timed),
-        median_exposed_s=_median(row.exposed_s for row in rows),
+        median_busy_s=_median(step - exposed for step, exposed in timed if seen),
+        median_exposed_s=_median(row.exposed_s for row in rows if seen),
         total_s=sum(step for step, _ in timed),
         total_exposed_s=sum(exposed for _, exposed in timed),
         total_hidden_s=sum(row.hidden_s for row in rows),
         total_communication_s=sum(row.communication_s for row in rows),
         bytes_sent=sum(row.bytes_sent for row in rows),
         collectives=sum(row.collectives for row in rows),
+        seen=seen,
     )
 
 

@@ -97,12 +97,11 @@ def analyse(run: Run) -> Report:
     moved = everything.total_hidden_s + sum(row.exposed_s for rows in run.records.values() for row in rows)
     schedule = _schedule(run.records)
     reasons = Counter(record.reason for records in run.records.values() for record in records)
-    seen = not any(record.extra.get("unseen") for records in run.records.values() for record in records)
     return Report(
         steps=min(summary.steps for summary in summaries.values()),
         median_step_s=everything.median_step_s,
-        exposed_share=everything.exposed_share if seen else None,
-        hidden_share=everything.total_hidden_s / moved if seen and moved > 0 else None,
+        exposed_share=everything.exposed_share,
+        hidden_share=everything.total_hidden_s / moved if everything.seen and moved > 0 else None,
         synchronised_share=everything.synchronised_share,
         bytes_sent=everything.bytes_sent,
         bytes_per_step=everything.bytes_sent / everything.steps if everything.steps else None,
@@ -110,16 +109,16 @@ def analyse(run: Run) -> Report:
         slowest_lag_s=lag,
         schedule=schedule,
         reasons=dict(reasons.most_common()),
-        ranks=tuple(
-            RankReport(rank, summary, summary.exposed_share if seen else None) for rank, summary in summaries.items()
-        ),
+        ranks=tuple(RankReport(rank, summary, summary.exposed_share) for rank, summary in summaries.items()),
         notes=run.notes,
-        advice=advise(everything, len(summaries), slowest, lag, schedule) if seen else UNSEEN,
+        advice=advise(everything, len(summaries), slowest, lag, schedule),
     )
 
 
 def advise(everything: Summary, ranks: int, slowest: int | None, lag: float | None, schedule: str | None) -> str:
     """One line on what to try, from the figures of all ranks together."""
+    if not everything.seen:
+        return UNSEEN
     share, step = everything.exposed_share, everything.median_step_s
     if share is None or step is None:
         return "fewer than two steps were recorded: nothing can be said yet"

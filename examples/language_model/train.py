@@ -226,7 +226,8 @@ result = {"ranks": size, "lssr": gate.lssr if gate else 0.0, "history": history}
 (args.out / "history.json").write_text(json.dumps(result, indent=1) + "\n")
 if total.steps:
     print(f"median step             {1e3 * (total.median_step_s or 0):.2f} ms in {total.steps} steps")
-    print(f"communication exposed   {1e3 * (total.median_exposed_s or 0):.2f} ms a step (waited for; median)")
+    if total.seen:
+        print(f"communication exposed   {1e3 * (total.median_exposed_s or 0):.2f} ms a step (waited for; median)")
     print(f"sent                    {total.bytes_sent / total.steps / 1e6:.2f} MB a step")
 if gate and size > 1:
     print(f"shared steps            {gate.shared_steps} of {gate.steps} (LSSR {gate.lssr:.3f})")
