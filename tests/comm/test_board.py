@@ -34,15 +34,15 @@ def test_words_are_read_by_the_others() -> None:
     assert third.gather([0], 1.0)[0][0].state is State.LEFT
 
 
-def test_only_failures_raise_the_alarm() -> None:
-    _store, (first, second, third) = boards_on_a_store()
+def test_only_failures_raise_the_alarm(tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path / "store"), 1)
+    first, second, third = (Board(any_store(store, "words"), rank) for rank in range(3))
     for state in (State.WAITING, State.WORKING, State.LEFT):
         first.post(state)
         assert not third.alarmed()
     second.post(State.GAVE_UP, "bucket 3")
     assert third.alarmed()
     assert not Board(None, 0).alarmed()
-    assert not Board(tcp_store("127.0.0.1", free_port(), "words"), 0).alarmed()
 
 
 def test_silence_is_waited_for_only_so_long() -> None:
@@ -91,6 +91,7 @@ def test_a_board_that_is_gone_is_said_to_be(connect: object) -> None:
     assert words == {}
     assert unreadable is not None
     assert "as if rank 0 had ended" in unreadable
+    assert not board.alarmed()
 
 
 def test_a_board_that_does_not_answer_holds_nobody_up() -> None:
