@@ -1,18 +1,20 @@
 """What does a local step of SelSync cost? Significance and vote, and the whole step beside the bare optimizer's.
 
     python -m benchmarks.selsync_cost [--workloads mlp resnet] [--quick] [--save]
+    .venv-imagenet/bin/python -m benchmarks.selsync_cost --workloads resnet50      the published shapes, by torchvision
 
 Two ranks on loopback, one a core. The same step, without any sharing, with the bare optimizer, with local SGD (neither
-statistic nor vote), with votes alone, and with SelSync, whose threshold is so high that no step is shared. They take
-turns in blocks of steps, so that drift of the machine meets all alike; a ratio is the median over pairs of neighbouring
-blocks. What SelSync does in a step is timed by itself too, as it is less than the noise of whole steps: reading
-gradients as they arrive, the rest of the statistic and starting the vote, and the wait for it after the optimizer's
-step, which holds the other rank's delay as well.
+statistic nor vote), with votes alone, and with SelSync, whose threshold is so high that no step is shared, as it comes
+and looking at every fourth step only. They take turns in blocks of steps, so that drift of the machine meets all alike;
+a ratio is the median over pairs of neighbouring blocks, of the blocks' mean steps. What SelSync does in a step is timed
+by itself too, as it is less than the noise of whole steps: reading gradients as they arrive, the rest of the statistic
+and starting the vote, and the wait for it after the optimizer's step, which holds the other rank's delay as well.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +24,7 @@ import torch
 
 import crossover as xo
 from benchmarks import loopback, notes, workloads
+from benchmarks.workloads.resnet50 import ResNet50
 from crossover.selsync import Gate, LocalGradients, Periodic, SelSync
 from crossover.selsync.local_gradients import Observation
 from crossover.selsync.synchronizer import Synchronizer
@@ -47,7 +50,8 @@ SYSTEMS: dict[str, Callable[[], Gate | None]] = {
     "bare": lambda: None,
     "local SGD": lambda: Periodic(1_000_000),
     "votes": Votes,
-    "SelSync": lambda: SelSync(1e9, warmup_steps=0, lr_drop=None),
+    "SelSync": lambda: SelSync(1e9, warmup_steps=0),
+    "SelSync, every 4": lambda: SelSync(1e9, warmup_steps=0, every=4),
 }
 
 
@@ -94,25 +98,23 @@ def stepper(workload: workloads.Workload, system: str) -> Callable[[], None]:
 
 
 def measure(name: str, blocks: int, steps: int, watch: Stopwatch) -> dict[str, Any]:
-    """Median step time in seconds of each block, by system, and the parts of each step of SelSync."""
-    workload = workloads.get(name)
+    """Mean step time in seconds of each block, and means of the parts of a step, by system."""
+    workload = ResNet50() if name == ResNet50.name else workloads.get(name)
     steps_of = {system: stepper(workload, system) for system in SYSTEMS}
     for step in steps_of.values():
         for _ in range(3):
             step()
     times: dict[str, list[float]] = {system: [] for system in SYSTEMS}
-    parts: list[list[float]] = []
+    parts: dict[str, list[list[float]]] = {system: [] for system in SYSTEMS}
     for block in range(blocks):
         for system in SYSTEMS if block % 2 == 0 else reversed(SYSTEMS):
-            durations = []
-            for number in range(steps + 1):
-                watch.take()
-                begin = time.perf_counter()
+            steps_of[system]()  # finds another system's data in the caches
+            watch.take()
+            begin = time.perf_counter()
+            for _ in range(steps):
                 steps_of[system]()
-                if number:  # the first step of a block finds the other system's data in the caches
-                    durations.append(time.perf_counter() - begin)
-                    parts += [watch.take()] if system == "SelSync" else []
-            times[system].append(statistics.median(durations))
+            times[system].append((time.perf_counter() - begin) / steps)
+            parts[system].append([seconds / steps for seconds in watch.take()])
             xo.barrier()
     return {"times": times, "parts": parts}
 
@@ -131,7 +133,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def rows_of(measured: dict[str, dict[str, Any]]) -> tuple[list[list[str]], list[list[str]]]:
-    """Whole steps, and the parts of SelSync's."""
+    """Whole steps, and the parts of those with SelSync."""
     whole, parts = [], []
     for workload, found in measured.items():
         bare = found["times"]["bare"]
@@ -139,9 +141,11 @@ def rows_of(measured: dict[str, dict[str, Any]]) -> tuple[list[list[str]], list[
             middle = f"{1e3 * statistics.median(times):.2f}"
             whole.append([f"{workload}: {system}", middle, f"{ratio(times, bare):.4f}"])
         step_s = statistics.median(bare)
-        medians = [statistics.median(column) for column in zip(*found["parts"], strict=True)]
-        for part, seconds in zip([*PARTS, "together"], [*medians, sum(medians)], strict=True):
-            parts.append([f"{workload}: {part}", f"{1e3 * seconds:.3f}", f"{100 * seconds / step_s:.2f} %"])
+        for system in (name for name in SYSTEMS if name.startswith("SelSync")):
+            medians = [statistics.median(column) for column in zip(*found["parts"][system], strict=True)]
+            for part, seconds in zip([*PARTS, "together"], [*medians, sum(medians)], strict=True):
+                share = f"{100 * seconds / step_s:.2f} %"
+                parts.append([f"{workload}, {system}: {part}", f"{1e3 * seconds:.3f}", share])
     return whole, parts
 
 
@@ -153,10 +157,9 @@ def collect(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
         command = [*options, "--workloads", *arguments.workloads]
         first, *_ = loopback.run("benchmarks.selsync_cost", command, 2, "torch")
         for name, found in first.items():
-            into = merged.setdefault(name, {"times": {system: [] for system in SYSTEMS}, "parts": []})
-            into["parts"] += found["parts"]
-            for system, times in found["times"].items():
-                into["times"][system] += times
+            into = merged.setdefault(name, {kind: {system: [] for system in SYSTEMS} for kind in found})
+            for kind, system in itertools.product(found, SYSTEMS):
+                into[kind][system] += found[kind][system]
     return merged
 
 
@@ -166,7 +169,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--workloads", nargs="+", default=["mlp"], help="(%(default)s)")
     parser.add_argument("--blocks", type=int, default=10, help="blocks of steps for each system in one run")
-    parser.add_argument("--steps", type=int, default=8, help="steps in a block")
+    parser.add_argument("--steps", type=int, default=8, help="steps in a block, a multiple of 4")
     parser.add_argument("--repeats", type=int, default=2, help="fresh processes")
     parser.add_argument("--quick", action="store_true", help="a look: few blocks, one run")
     parser.add_argument("--save", action="store_true", help="leave a dated note in benchmarks/results/")
@@ -175,12 +178,12 @@ def main(words: Sequence[str] | None = None) -> None:
         worker(arguments)
         return
     if arguments.quick:
-        arguments.blocks, arguments.steps, arguments.repeats = 4, 3, 1
+        arguments.blocks, arguments.steps, arguments.repeats = 4, 4, 1
     measured = collect(arguments)
     whole, parts = rows_of(measured)
     tables = [
         notes.table(["workload: system", "step, ms", "x bare"], whole),
-        notes.table(["workload: part of SelSync's local step", "ms", "of the bare step"], parts),
+        notes.table(["workload, system: part of its local step", "ms", "of the bare step"], parts),
     ]
     print("\n\n".join(tables))
     if arguments.save:

@@ -40,8 +40,8 @@ class Gate(ABC):
             statistics; whole numbers become the largest of all ranks. Without it they stay each rank's own.
         quorum: share of the ranks that has to vote for sharing; ``None``: one rank is enough, as in the paper.
         max_local_steps: share after so many local steps in a row whatever the votes.
-        lr_drop: share when a learning rate falls to this fraction of what it was a step before, or below; ``None``:
-            never.
+        lr_drop: share when a learning rate falls to this fraction of what it was at the vote before, or below;
+            ``None``: never.
         grad_scaler: the ``GradScaler`` in use, if any. Its scale is taken out of the significance, and an infinity on
             one rank makes every rank skip, so that the scale stays the same everywhere; ``backward()`` waits for the
             vote then.
@@ -175,11 +175,14 @@ class Gate(ABC):
     def votes_now(self) -> bool:
         """Whether ranks vote in this step; the same on all of them."""
         late = self.max_local_steps is not None and self.since_shared >= self.max_local_steps
-        watchful = self.lr_drop is not None or self.scales
-        return late or watchful or self.owed or self.steps % CHECKED_EVERY == 0 or self.asks()
+        return self.scales or late or self.owed or self.steps % CHECKED_EVERY == 0 or self._looks()
+
+    def _looks(self) -> bool:
+        """Whether there is something to look at in this step: this rank's gradients, or the learning rates."""
+        return self.lr_drop is not None or self.asks()
 
     def rule_asks(self, learning_rates: Sequence[float]) -> bool:
-        """Whether this step has to be shared whatever the opinions; once a step, with the rates of all groups."""
+        """Whether this step has to be shared whatever the opinions; once a vote, with the rates of all groups."""
         before, self._learning_rates = self._learning_rates, list(learning_rates)
         dropped = self.lr_drop is not None and any(
             now <= self.lr_drop * then for now, then in zip(self._learning_rates, before, strict=False) if then > 0

@@ -38,7 +38,9 @@ WRONG: dict[str, tuple[Any, str]] = {
     "warmup_steps": (lambda: Periodic(2, -1), "warmup_steps: is -1"),
     "name": (lambda: gate_of("often"), "gate: is 'often'"),
     "no number": (lambda: gate_of("periodic"), "gate: is 'periodic'"),
-    "too many numbers": (lambda: gate_of("selsync:0.1:0.2"), "gate: is 'selsync:0.1:0.2'"),
+    "too many numbers": (lambda: gate_of("selsync:0.1:2:3"), "gate: is 'selsync:0.1:2:3'"),
+    "selsync, every": (lambda: SelSync(every=0), "every: is 0"),
+    "selsync, half a step": (lambda: gate_of("selsync:0.1:0.2"), "gate: is 'selsync:0.1:0.2'"),
     "bad number": (lambda: gate_of("periodic:2.5"), "gate: is 'periodic:2.5'"),
     "bad delta": (lambda: gate_of("selsync:-1"), "gate: is 'selsync:-1'; delta"),
 }
@@ -56,7 +58,10 @@ def test_gates_by_name() -> None:
     assert gate_of("none") is None
     delta, period = gate_of("SelSync:0.25"), gate_of("periodic:8:100")
     assert isinstance(delta, SelSync)
-    assert delta.delta == 0.25
+    assert (delta.delta, delta.every) == (0.25, 1)
+    seldom = gate_of("selsync:0.25:4")
+    assert isinstance(seldom, SelSync)
+    assert (seldom.delta, seldom.every) == (0.25, 4)
     assert isinstance(period, Periodic)
     assert (period.every, period.warmup_steps) == (8, 100)
     assert gate_of(delta) is delta
@@ -103,6 +108,27 @@ def test_an_infinite_delta_asks_during_the_warm_up_only() -> None:
         bounded.count(shared=bounded.rule_asks([0.1]))
         asked.append(step) if bounded.votes_now() else None
     assert asked == [4, 9]
+
+
+def test_selsync_may_look_at_some_steps_only() -> None:
+    gate, looked = SelSync(0.5, factor=0.9, warmup_steps=2, every=3), []
+    for step in range(12):
+        if gate.votes_now():
+            looked.append(step)
+            gate.rule_asks([0.1])
+            vote = bool(gate.opinion(LocalGradients([torch.full((2,), 9.0 if step >= 6 else 1.0)])))
+            assert vote == (step in (0, 8)), step  # unknown at first; the change behind step 6 is seen in step 8
+        gate.count(shared=False)
+    assert looked == [0, 1, 2, 5, 8, 11]
+
+
+def test_in_steps_that_are_not_looked_at_the_average_stays() -> None:
+    gate = SelSync(0.0, warmup_steps=0, every=2, grad_scaler=torch.amp.GradScaler("cpu"))
+    gate.count(shared=False)
+    before = gate.state_dict()["tracker"]
+    assert gate.votes_now()  # a scaler has ranks tell each other of infinities in every step
+    assert not gate.opinion(LocalGradients([torch.ones(3)]))
+    assert gate.state_dict()["tracker"] == before
 
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])

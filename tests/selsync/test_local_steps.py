@@ -80,6 +80,26 @@ def test_parameters_are_those_worked_out_by_hand(launcher: str) -> None:
             assert torch.equal(ranks[0][0][step], ranks[1][0][step]) == SHARED[step]
 
 
+def looked_at_seldom(steps: int) -> tuple[Tensor, int, int]:
+    """Parameters at the end, and how many votes and averages there were."""
+    log = invariants.start()
+    model, gate = make_model(), xo.selsync.SelSync(0.0, warmup_steps=2, every=3)
+    optimizer: Any = xo.DistributedOptimizer(grouped_sgd(2)(model), model.named_parameters(), gate=gate)
+    train(model, optimizer, range(steps))
+    invariants.require_same_collectives()
+    counts = [sum(word in entry.name for entry in log.collectives) for word in ("vote", "average")]
+    return flat(model), counts[0], counts[1]
+
+
+def test_between_looks_steps_are_local_and_nothing_is_sent() -> None:
+    shared = [step < 2 or (step - 2) % 3 == 0 for step in range(10)]
+    expected = by_hand(grouped_sgd(2), shared)
+    for rank, (parameters, votes, averages) in enumerate(run_ranks(looked_at_seldom, 2, len(shared))):
+        assert torch.equal(parameters, expected[rank])
+        assert averages == shared.count(True)
+        assert votes == 2 * averages  # one on the step, one by which ranks make sure that all have stepped
+
+
 def test_optimizer_state_is_averaged_where_asked() -> None:
     ranks = run_ranks(scripted, 2, 2, 1, {"optimizer_state": "average"})
     expected = by_hand(grouped_sgd(2), SHARED, state=True)
