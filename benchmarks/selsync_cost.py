@@ -32,7 +32,7 @@ from crossover.selsync.synchronizer import Synchronizer
 PARTS = {
     "gradients read": (Observation, "arrived"),
     "statistic, vote started": (Synchronizer, "backward_ended"),
-    "vote awaited": (Synchronizer, "stepped"),
+    "vote awaited": (Synchronizer, "decide"),
 }
 
 
