@@ -34,6 +34,7 @@ PARTS = {
     "statistic, vote started": (Synchronizer, "backward_ended"),
     "vote awaited": (Synchronizer, "decide"),
 }
+LOOKS_EVERY = 4
 
 
 class Votes(Gate):
@@ -51,7 +52,7 @@ SYSTEMS: dict[str, Callable[[], Gate | None]] = {
     "local SGD": lambda: Periodic(1_000_000),
     "votes": Votes,
     "SelSync": lambda: SelSync(1e9, warmup_steps=0),
-    "SelSync, every 4": lambda: SelSync(1e9, warmup_steps=0, every=4),
+    f"SelSync, every {LOOKS_EVERY}": lambda: SelSync(1e9, warmup_steps=0, every=LOOKS_EVERY),
 }
 
 
@@ -169,11 +170,15 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--workloads", nargs="+", default=["mlp"], help="(%(default)s)")
     parser.add_argument("--blocks", type=int, default=10, help="blocks of steps for each system in one run")
-    parser.add_argument("--steps", type=int, default=8, help="steps in a block, a multiple of 4")
+    parser.add_argument("--steps", type=int, default=8, help=f"steps in a block, a multiple of {LOOKS_EVERY}")
     parser.add_argument("--repeats", type=int, default=2, help="fresh processes")
     parser.add_argument("--quick", action="store_true", help="a look: few blocks, one run")
     parser.add_argument("--save", action="store_true", help="leave a dated note in benchmarks/results/")
     arguments = parser.parse_args(words)
+    if arguments.steps < 1 or arguments.steps % LOOKS_EVERY:
+        parser.error(
+            f"--steps: is {arguments.steps}; it has to be a multiple of {LOOKS_EVERY}, so that blocks are alike"
+        )
     if arguments.worker:
         worker(arguments)
         return

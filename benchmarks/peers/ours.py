@@ -34,14 +34,6 @@ def piece_sizes(workload: Workload) -> Sequence[Settings]:
     return [{"partition_bytes": piece, "credit_bytes": credit * piece} for credit in (4, 1, 16)]
 
 
-def short_warmup(horizon: int, least: int) -> int:
-    """Steps at the start that are synchronous: 25, or a fortieth of a short training, and ``least`` steps.
-
-    In a training of usual length 25 steps are far below a fortieth.
-    """
-    return min(25, max(least, horizon // 40))
-
-
 def _prepared(
     model: nn.Module,
     make_optimizer: MakeOptimizer,
@@ -115,11 +107,11 @@ def deft(
     preserved: bool = True,
     compression: Any = xo.Compression.none,
 ) -> Training:
-    """DeFT, measured in its last synchronous steps: 25, or a fortieth of a shorter training; rates rise for a third.
+    """DeFT, measured in its last synchronous steps: 25, or an eighth of a shorter training; rates rise for a third.
 
     With its Preserver, or with the plan that hides all communication, however many steps that merges.
     """
-    warmup = short_warmup(horizon, least=8)
+    warmup = min(25, max(8, horizon // 8))
     schedule = DeFT(
         warmup_steps=warmup,
         profile_steps=max(5, warmup // 2),
@@ -166,6 +158,14 @@ def _gated(
     return Training(model, optimizer, optimizer, workload.loss, finish, facts)
 
 
+def gate_warmup(horizon: int) -> int:
+    """Steps at the start that are all shared: 25, or a fortieth of a short training but at least 4.
+
+    In a training of usual length 25 steps are far below a fortieth.
+    """
+    return min(25, max(4, horizon // 40))
+
+
 def selsync(
     model: nn.Module,
     make_optimizer: MakeOptimizer,
@@ -175,7 +175,7 @@ def selsync(
     compression: Any = xo.Compression.none,
 ) -> Training:
     """SelSync with the paper's delta, and its 25 steps of warm-up or a fortieth of a shorter training."""
-    warmup = short_warmup(horizon, least=4)
+    warmup = gate_warmup(horizon)
     gate = SelSync(delta, warmup_steps=warmup, buffers=model)
     return _gated(model, make_optimizer, workload, gate, compression=compression, delta=delta, warmup=warmup)
 
@@ -189,7 +189,7 @@ def both(
     compression: Any = xo.Compression.none,
 ) -> Training:
     """SelSync whose averages travel under the next steps, one after the other: a threshold would only leave gaps."""
-    warmup = short_warmup(horizon, least=4)
+    warmup = gate_warmup(horizon)
     gate = SelSync(delta, warmup_steps=warmup, buffers=model)
     schedule = DeFT(warmup_steps=warmup, profile_steps=max(2, warmup // 2))
     return _gated(model, make_optimizer, workload, gate, schedule, compression, delta=delta, warmup=warmup)

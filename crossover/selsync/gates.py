@@ -100,7 +100,8 @@ class SelSync(Gate):
 
     @property
     def _due(self) -> bool:
-        return self.steps < self.tracker.warmup_steps or (self.steps - self.tracker.warmup_steps) % self.every == 0
+        since_warmup = self.steps - self.tracker.warmup_steps
+        return since_warmup < 0 or since_warmup % self.every == 0
 
     @property
     def _never_again(self) -> bool:
