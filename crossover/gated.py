@@ -146,7 +146,7 @@ class GatedExchange(Exchange):
     @property
     def absent(self) -> int:
         """How many ranks stood in when there was a vote last."""
-        return 0 if self._synchronizer.last is None else self._synchronizer.last.absent
+        return self._synchronizer.absent
 
     def flush(self, *, stand_in: bool = False) -> None:
         """Average parameters unless ranks are equal. Collective."""

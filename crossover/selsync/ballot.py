@@ -106,7 +106,7 @@ class Ballot:
         size = self._reduction.communicator.size
         if counts[Field.STEPPED] and counts[Field.IDLE]:
             raise RankMismatchError(
-                f"step(): rank {self._ranks_with(Field.IDLE)} did not call it after the last backward pass, and the "
+                f"step(): rank {self._ranks_with(Field.IDLE)} did not call it after a backward pass, and the "
                 "other ranks did, so ranks are out of step; decide by values that are equal on all ranks, such as "
                 "those of crossover.allreduce; a GradScaler that skips has to be known to the gate: grad_scaler=scaler"
             )

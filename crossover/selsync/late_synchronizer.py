@@ -41,13 +41,11 @@ class KeptBack:
         wants: whether it wanted to share.
         rule: whether a rule asked for it.
         asked: whether it was asked; equal on all ranks.
-        idle: whether the optimizer has not stepped since the backward pass before.
     """
 
     wants: int | Tensor = 0
     rule: int | Tensor = 0
     asked: bool = False
-    idle: bool = False
 
 
 class LateSynchronizer(Synchronizer):
@@ -100,9 +98,8 @@ class LateSynchronizer(Synchronizer):
         if self._lands_now:
             self.late.arrive()  # before the vote, which would have to queue behind it
         if self._travels_on and not self._votes_now():
-            self._keep_back(gradients, stepped)
+            self._keep_back(gradients)
         counts = self._votes_now() and not self._travels_on
-        stepped = stepped and not self._kept.idle
         super().backward_ended(gradients, stepped=stepped, grown=grown, restored=restored)
         if counts:
             self._kept = KeptBack()
@@ -111,9 +108,8 @@ class LateSynchronizer(Synchronizer):
         """See :meth:`Synchronizer._votes_now`."""
         return self.gate.scales if self._travels_on else self._kept.asked or self.gate.votes_now()
 
-    def _keep_back(self, gradients: LocalGradients | None, stepped: bool) -> None:
+    def _keep_back(self, gradients: LocalGradients | None) -> None:
         """Form an opinion, for a later vote."""
-        self._kept.idle |= gradients is not None and not stepped
         if self.gate.votes_now():
             self._kept.asked = True
             if gradients is not None:

@@ -40,6 +40,10 @@ class Synchronizer:
         reduction: whose ranks take part, and where costs are booked.
         optimizer: the user's; held weakly.
         parameters: gives those that are averaged, in the same order on every rank.
+
+    Attributes:
+        last: what was decided of the step that was taken last.
+        absent: how many ranks stood in at the last vote, if there was one since the last flush; equal on all ranks.
     """
 
     def __init__(
@@ -56,8 +60,10 @@ class Synchronizer:
         self._parameters = parameters
         self._packer = Packer(reduction.compression if gate.average == "parameters" else None)
         self._averager = Averager(reduction, self._packer.packs)
+        self.absent = 0
         self._ballot: Ballot | None = None
         self._pending: Decision | None = None
+        self._idle = False
 
     def backward_ended(
         self, gradients: LocalGradients | None, *, stepped: bool = False, grown: bool = False, restored: bool = False
@@ -71,13 +77,15 @@ class Synchronizer:
             restored: whether this rank has loaded a state.
         """
         self._make_up_for_skipped_step()
+        self._idle |= gradients is not None and not stepped  # told in the next vote, where none is due now
         if not self._votes_now():
             self._pending = Decision(shared=False, voted=False)
             return
         facts: dict[Field, int | Tensor] = {Field.ABSENT: 1}
         if gradients is not None:
             facts = self._facts(gradients)
-            facts[Field.STEPPED if stepped else Field.IDLE] = 1
+            facts[Field.IDLE if self._idle else Field.STEPPED] = 1
+        self._idle = False
         facts |= {Field.GROWN: grown, Field.RESTORED: restored}
         self._ballot = Ballot(self._reduction, facts)
         if self.gate.scales and self.decide().unusable and gradients is not None:
@@ -88,6 +96,7 @@ class Synchronizer:
         if self._ballot is not None:
             ballot, self._ballot = self._ballot, None
             self._pending = decision_of(ballot.counts(), self._reduction.communicator.size, self.gate.quorum)
+            self.absent = self._pending.absent
         assert self._pending is not None, "backward_ended() comes before each step"
         return self._pending
 
@@ -123,6 +132,8 @@ class Synchronizer:
         self._average({Field.FLUSHING: 1, Field.APART: self.gate.apart or stand_in}, stand_in)
         self.gate.since_shared = 0
         self.gate.apart = False
+        # All ranks are here: those that stood in may train again, and their steps count from here.
+        self.absent, self._idle = 0, False
 
     def wire_bytes(self, tensors: Sequence[Tensor]) -> int:
         """Size of what is shared of ``tensors`` on its way."""

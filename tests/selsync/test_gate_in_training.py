@@ -190,6 +190,48 @@ def test_a_step_left_out_by_one_rank_is_told_on_every_rank() -> None:
         assert first == (3 if call == ([[0]], "parameters") else 4)
 
 
+def leaves_out_an_unvoted_step(gate: xo.selsync.Gate) -> str:
+    xo.init()
+    model, optimizer = job(gate)
+    with pytest.raises(xo.RankMismatchError) as caught:
+        for step in range(12):
+            backward(model, xo.rank(), step)
+            if xo.rank() != 1 or step != 3:
+                assert step != 3 or not gate.votes_now()
+                optimizer.step()
+            optimizer.zero_grad()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "gate", [xo.selsync.SelSync(0.0, warmup_steps=2, every=4), xo.selsync.Periodic(4, warmup_steps=2)]
+)
+def test_a_step_left_out_where_there_was_no_vote_is_told_in_the_next(gate: xo.selsync.Gate) -> None:
+    for told in run_ranks(leaves_out_an_unvoted_step, 2, gate, env=ENV):
+        assert told.startswith("step(): rank 1 did not call it")
+
+
+def joins_with_two(lead: int) -> tuple[list[Tensor], list[int]]:
+    """Two optimizers whose votes fall into different passes; rank 0 trains on, joins, and trains again."""
+    xo.init()
+    gates = [xo.selsync.SelSync(0.3, warmup_steps=2, every=4) for _ in range(2)]
+    (first, first_optimizer), (second, second_optimizer) = (job(gate) for gate in gates)
+    train(first, first_optimizer, range(lead))
+    for epoch in range(2):
+        for step in range(9 if xo.rank() == epoch else 6):
+            train(first, first_optimizer, range(step, step + 1))
+            train(second, second_optimizer, range(step, step + 1))
+        assert xo.join() == epoch
+    return [flat(first), flat(second)], [gate.steps for gate in gates]
+
+
+@pytest.mark.parametrize("lead", [0, 1, 2])
+def test_join_ends_where_votes_are_seldom(lead: int) -> None:
+    (first, counts), (second, others) = run_ranks(joins_with_two, 2, lead, env=ENV)
+    assert counts == others
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
+
+
 def flushes_alone(leaves: bool) -> str:
     xo.init()
     model, optimizer = job(Scripted([[]]))
