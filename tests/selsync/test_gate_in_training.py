@@ -193,14 +193,16 @@ def test_a_step_left_out_by_one_rank_is_told_on_every_rank() -> None:
 def leaves_out_an_unvoted_step(gate: xo.selsync.Gate) -> str:
     xo.init()
     model, optimizer = job(gate)
-    with pytest.raises(xo.RankMismatchError) as caught:
-        for step in range(12):
+    for step in range(12):
+        assert step != 3 or not gate.votes_now()
+        try:
             backward(model, xo.rank(), step)
             if xo.rank() != 1 or step != 3:
-                assert step != 3 or not gate.votes_now()
                 optimizer.step()
-            optimizer.zero_grad()
-    return str(caught.value)
+        except xo.RankMismatchError as error:
+            return str(error)
+        optimizer.zero_grad()
+    return "nothing"
 
 
 @pytest.mark.parametrize(
