@@ -21,6 +21,7 @@ from . import horovod
 from .system import MakeOptimizer, Prepare, Settings, System, Training
 from .torch_ddp import AVERAGING_PERIOD, bucket_sizes
 
+LOOKS_EVERY = 4
 SMALLEST_PIECE = 64 * 1024
 FUSE_BYTES = 262_144
 
@@ -164,15 +165,17 @@ def selsync(
     workload: Workload,
     horizon: int,
     delta: float = 0.3,
+    every: int = 1,
     compression: Any = xo.Compression.none,
 ) -> Training:
     """SelSync with the paper's delta, and its 25 steps of warm-up or a fortieth of a shorter training.
 
-    In a training of usual length 25 steps are far below a fortieth.
+    In a training of usual length 25 steps are far below a fortieth. It looks at each step, or at every so many only.
     """
     warmup = min(25, max(4, horizon // 40))
-    gate = SelSync(delta, warmup_steps=warmup, buffers=model)
-    return _gated(model, make_optimizer, workload, gate, compression=compression, delta=delta, warmup=warmup)
+    gate = SelSync(delta, warmup_steps=warmup, every=every, buffers=model)
+    facts: dict[str, Any] = {"delta": delta, "every": every, "warmup": warmup}
+    return _gated(model, make_optimizer, workload, gate, compression=compression, **facts)
 
 
 def both(
@@ -240,6 +243,11 @@ SYSTEMS = (
     ),
     _narrow("crossover", "Crossover, Overlapped", overlapped, tuned_as="ddp"),
     _narrow("crossover_selsync", "Crossover, SelSync", selsync),
+    _narrow(
+        f"crossover_selsync_every_{LOOKS_EVERY}",
+        f"Crossover, SelSync, every {LOOKS_EVERY}",
+        partial(selsync, every=LOOKS_EVERY),
+    ),
     _narrow("crossover_periodic", "Crossover, local SGD", periodic),
     _narrow("crossover_deft", "Crossover, DeFT", deft),
     _narrow("crossover_both", "Crossover, SelSync + DeFT", both),
