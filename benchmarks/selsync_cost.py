@@ -24,6 +24,7 @@ import torch
 
 import crossover as xo
 from benchmarks import loopback, notes, workloads
+from benchmarks.peers.ours import LOOKS_EVERY
 from benchmarks.workloads.resnet50 import ResNet50
 from crossover.selsync import Gate, LocalGradients, Periodic, SelSync
 from crossover.selsync.local_gradients import Observation
@@ -34,7 +35,6 @@ PARTS = {
     "statistic, vote started": (Synchronizer, "backward_ended"),
     "vote awaited": (Synchronizer, "decide"),
 }
-LOOKS_EVERY = 4
 
 
 class Votes(Gate):

@@ -22,6 +22,7 @@ from .system import MakeOptimizer, Prepare, Settings, System, Training
 from .torch_ddp import AVERAGING_PERIOD, bucket_sizes
 
 LOOKS_EVERY = 4
+"""Steps between the votes of the SelSync that does not look at each."""
 SMALLEST_PIECE = 64 * 1024
 FUSE_BYTES = 262_144
 
