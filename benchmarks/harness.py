@@ -281,5 +281,5 @@ def _repeat(site: Site, module: str, outcome: Outcome, repeat: int, task: Mappin
 
 def _timeout(cell: Cell, systems: int, task: Mapping[str, Any]) -> float:
     """Many times what the job should take, so that only a hang meets it."""
-    steps = task["steps"] + (60 if task["tune"] else 10)
+    steps: int = task["steps"] + (60 if task["tune"] else 10)
     return 60.0 + systems * (20.0 + 10 * steps * cell.limit_s())

@@ -125,7 +125,8 @@ def _selsync(measured: Measured) -> System:
 
 
 def _periodic(measured: Measured) -> System:
-    every = measured.facts.get("every", measured.facts.get("period", 4))
+    facts = measured.facts
+    every: int = facts["every"] if "every" in facts else facts.get("period", 4)
     return Local(1 - 1 / every, vote=False, label="local SGD")
 
 
