@@ -53,7 +53,7 @@ def take_profile(command: Sequence[str], output: Path, steps: int, keep: bool = 
     if not output.exists():
         raise ValueError(
             f"command: ended with exit code {process.returncode} and wrote no profile; it has to train for "
-            f"{steps_needed(steps)} steps or more (fewer with --steps), on 2 ranks or more, with "
+            f"{steps_needed(steps)} steps or more ({steps_needed(0)} and twice --steps), on 2 ranks or more, with "
             "crossover.DistributedOptimizer"
         )
     return Profile.load(output)
