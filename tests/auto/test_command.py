@@ -58,7 +58,7 @@ def test_the_command_runs_a_script_until_the_profile_is_there(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (["sh", "-c", "exit 3"], "ended with exit code 3 and wrote no profile; it has to train for 40 steps or more (30 and "),
+        (["sh", "-c", "exit 3"], "code 3 and wrote no profile; it has to train for 40 steps or more (30 "),
         (["no-such-command"], "cannot run 'no-such-command'"),
     ],
 )
