@@ -12,12 +12,8 @@ the plain path, and with all methods together. Beside them stands twice the time
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-import crossover as xo
-from benchmarks import command, harness, peers, time_to_accuracy, workloads
+from benchmarks import command, harness, time_to_accuracy, together, workloads
 from benchmarks.harness import Cell, Outcome
 from benchmarks.peers import Settings, System
 from benchmarks.sites import Emulated, Site, site
@@ -38,7 +33,6 @@ from crossover.telemetry.style import GRID, STYLE
 
 MODULE = "benchmarks.comparison"
 PLAIN, ALL = "crossover", "crossover_both_fp16"
-MEETING_SECONDS = 90.0
 LABELS = {
     PLAIN: ("plain", "every step shared, as DDP does", "#444444"),
     "crossover_deft": ("DeFT", "gradients travel under the next steps", "#e69f00"),
@@ -62,24 +56,13 @@ class Pair:
 
 def measure(system: System, workload: Workload, settings: Settings, task: dict[str, Any]) -> dict[str, Any]:
     """Train as ``time_to_accuracy`` does, and count what was sent. Collective."""
-    if task.get("meeting"):
-        meet(Path(task["meeting"]), f"{task['seed']}.{xo.rank()}", 2 * xo.size())
+    together.meet(task)
     recorder = telemetry.start()
     try:
         answer = time_to_accuracy.measure(system, workload, settings, task)
         return {**answer, "bytes": recorder.summary().bytes_sent}
     finally:
         telemetry.stop()
-
-
-def meet(place: Path, name: str, count: int) -> None:
-    """Return when ``count`` ranks have come to the folder, so that two jobs begin together."""
-    (place / name).touch()
-    deadline = time.monotonic() + MEETING_SECONDS
-    while len(list(place.iterdir())) < count:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"the other job did not start within {MEETING_SECONDS:g} s")
-        time.sleep(0.005)
 
 
 # -- what is measured --------------------------------------------------------------------------------------------------
@@ -102,17 +85,7 @@ def run(place: Site, options: argparse.Namespace) -> tuple[Outcome, dict[str, Pa
 def pair(place: Site, system: str, task: dict[str, Any]) -> Pair:
     """Two jobs of a system with turns, begun together, evaluated at their ends."""
     harness.say(f"two jobs, {PAIRS[system]}")
-    with tempfile.TemporaryDirectory(prefix="xo-") as folder:
-        meeting = Path(folder, "meeting")
-        meeting.mkdir()
-
-        def job(seed: int) -> list[Any]:
-            words = json.dumps({**task, "systems": [system], "seed": seed, "meeting": str(meeting)})
-            variables = {"CROSSOVER_RUN_DIR": folder, "CROSSOVER_SHARING": f"timeshare:job=job{seed}"}
-            return place.run(MODULE, ["--worker", words], peers.get(system).launcher, 600.0, variables)
-
-        with ThreadPoolExecutor(2) as jobs:
-            curves = [curve([rank[system] for rank in ranks]) for ranks in jobs.map(job, range(2))]
+    curves = [curve(ranks) for ranks in together.run(place, MODULE, system, task, range(2), 600.0)]
     return Pair(max(points.seconds[-1] for points in curves), tuple(points.accuracies[-1] for points in curves))
 
 
