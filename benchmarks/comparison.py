@@ -56,13 +56,15 @@ class Pair:
 
 def measure(system: System, workload: Workload, settings: Settings, task: dict[str, Any]) -> dict[str, Any]:
     """Train as ``time_to_accuracy`` does, and count what was sent. Collective."""
-    together.meet(task)
+    together.meet(task, "start")
     recorder = telemetry.start()
     try:
-        answer = time_to_accuracy.measure(system, workload, settings, task)
-        return {**answer, "bytes": recorder.summary().bytes_sent}
+        trained = time_to_accuracy.train(system, workload, settings, task)
+        sent = recorder.summary().bytes_sent
     finally:
         telemetry.stop()
+    together.meet(task, "end")
+    return {**time_to_accuracy.evaluated(workload, trained), "bytes": sent}
 
 
 # -- what is measured --------------------------------------------------------------------------------------------------

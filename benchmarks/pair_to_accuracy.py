@@ -7,8 +7,8 @@ The same workload is trained twice, with two seeds, between the same two hosts o
 does so one after the other, and with both jobs at the same time and turns (``TimeShare``); the base is DDP, one after
 the other. The target is DDP's final accuracy, mean over the seeds. A pair is there at the first evaluation at which the
 mean of its accuracies is at the target, when the second job comes to it. Systems that are not exact train for
-``--longer`` times the steps. An evaluation is off the clock of its own job only: jobs at the same time pay for each
-other's. Repeats count the seeds up, two at a time, and swap the order of the systems.
+``--longer`` times the steps. Models are kept and evaluated when both jobs are done, off the clock. Repeats count the
+seeds up, two at a time, and swap the order of the systems.
 """
 
 from __future__ import annotations
@@ -65,9 +65,11 @@ Results = dict[Way, Measured]
 
 
 def measure(system: System, workload: Workload, settings: Settings, task: dict[str, Any]) -> dict[str, Any]:
-    """Train as ``time_to_accuracy`` does, when all jobs are there. Collective."""
-    together.meet(task)
-    return time_to_accuracy.measure(system, workload, settings, task)
+    """Train as ``time_to_accuracy`` does, when all jobs are there; evaluate when all have trained. Collective."""
+    together.meet(task, "start")
+    trained = time_to_accuracy.train(system, workload, settings, task)
+    together.meet(task, "end")
+    return time_to_accuracy.evaluated(workload, trained)
 
 
 def ways_of(systems: Sequence[str]) -> list[Way]:

@@ -5,11 +5,12 @@
 
 Every system trains the workload's steps with the same schedule of learning rates, once for each seed (``--repeats``),
 all systems in turn within a seed. Accuracies are of rank 0's model on the test set, every ``--every`` steps. What is in
-flight is landed before, on the clock; the evaluation itself is off the clock. The target is DDP's final accuracy, mean
-over the seeds, in the same cell. Systems that are not exact may be given a longer training (``--longer``), with their
-schedule of learning rates as long: what they lose a step they may make up for with more of them. A system's time to the
-target is where its accuracy, mean over the seeds, first is there: DDP gets there at the latest with its last step.
-Communication counts as exposed where it makes the mean step longer than a step's computing, measured beforehand.
+flight is landed before, on the clock; the models are kept, and evaluated after training, off the clock. The target is
+DDP's final accuracy, mean over the seeds, in the same cell. Systems that are not exact may be given a longer training
+(``--longer``), with their schedule of learning rates as long: what they lose a step they may make up for with more of
+them. A system's time to the target is where its accuracy, mean over the seeds, first is there: DDP gets there at the
+latest with its last step. Communication counts as exposed where it makes the mean step longer than a step's computing,
+measured beforehand.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor, nn
 
 import crossover as xo
 from benchmarks import command, figures, harness, notes, peers, workloads
@@ -46,14 +49,35 @@ HEADER = [
 
 
 def measure(system: System, workload: Workload, settings: Settings, task: dict[str, Any]) -> dict[str, Any]:
-    """Train, and return this rank's seconds at each evaluation, and the accuracies (rank 0's count). Collective."""
+    """Train, and return this rank's seconds at each evaluation, and the accuracies (rank 0's). Collective."""
+    return evaluated(workload, train(system, workload, settings, task))
+
+
+@dataclass
+class Trained:
+    """What a rank keeps of a training: one entry an evaluation, the first before training.
+
+    Attributes:
+        seconds: since the beginning.
+        states: of the model; on rank 0 only.
+        facts: of the system, for a table.
+    """
+
+    steps: int
+    seconds: list[float]
+    states: list[dict[str, Tensor]]
+    facts: dict[str, Any]
+
+
+def train(system: System, workload: Workload, settings: Settings, task: dict[str, Any]) -> Trained:
+    """Train; models are kept and evaluated afterwards, so that evaluations take no time from anybody. Collective."""
     model = workload.model()
     longer = 1.0 if system.exact else task["longer"]
     steps = round(longer * task["steps"] / task["every"]) * task["every"]
     training = system.prepare(model, workload.optimizer, workload, steps, **settings)
     scheduler = workload.scheduler(training.scheduled, steps)
     rank, size = xo.rank(), xo.size()
-    elapsed, accuracies = [0.0], [workload.accuracy(model)]
+    trained = Trained(steps, [0.0], [state_of(model)] if rank == 0 else [], training.facts)
     xo.barrier()
     began = time.perf_counter()
     for step in range(steps):
@@ -61,11 +85,32 @@ def measure(system: System, workload: Workload, settings: Settings, task: dict[s
         scheduler.step()
         if (step + 1) % task["every"] == 0:
             training.finish()
-            elapsed.append(elapsed[-1] + time.perf_counter() - began)
-            accuracies.append(workload.accuracy(model) if rank == 0 else 0.0)
+            trained.seconds.append(trained.seconds[-1] + time.perf_counter() - began)
+            if rank == 0:
+                trained.states.append(state_of(model))
             xo.barrier()
             began = time.perf_counter()
-    return {"seconds": elapsed, "accuracies": accuracies, "steps": steps, "facts": training.facts}
+    return trained
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of parameters and buffers."""
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def evaluated(workload: Workload, trained: Trained) -> dict[str, Any]:
+    """What the rank answers: with the accuracy of each state it kept."""
+    model = workload.model()
+    accuracies = []
+    for state in trained.states:
+        model.load_state_dict(state)
+        accuracies.append(workload.accuracy(model))
+    return {
+        "seconds": trained.seconds,
+        "accuracies": accuracies,
+        "steps": trained.steps,
+        "facts": trained.facts,
+    }
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import crossover as xo
 from . import peers
 from .sites import Site
 
-MEETING_SECONDS = 90.0
+MEETING_SECONDS = 180.0
 
 
 def run(
@@ -45,18 +45,19 @@ def run(
             return list(jobs.map(job, seeds))
 
 
-def meet(task: Mapping[str, Any]) -> None:
-    """On a rank: return when all ranks of all jobs have come here. At once where the job is on its own. Collective.
+def meet(task: Mapping[str, Any], at: str) -> None:
+    """On a rank: return when all ranks of all jobs are ``at`` this point. At once for a job on its own. Collective.
 
     Raises:
         TimeoutError: another job did not come.
     """
     if not task.get("meeting"):
         return
-    place = Path(task["meeting"])
+    place = Path(task["meeting"], at)
+    place.mkdir(exist_ok=True)
     (place / f"{task['seed']}.{xo.rank()}").touch()
     deadline = time.monotonic() + MEETING_SECONDS
     while len(list(place.iterdir())) < task["jobs"] * xo.size():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the other jobs did not start within {MEETING_SECONDS:g} s")
+            raise TimeoutError(f"the other jobs did not come to the {at} within {MEETING_SECONDS:g} s")
         time.sleep(0.005)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import harness, pair_to_accuracy, together
+import crossover as xo
+from benchmarks import harness, pair_to_accuracy, peers, time_to_accuracy, together, workloads
 from benchmarks.harness import Cell, Outcome
 from benchmarks.pair_to_accuracy import Way, pair_curve
 from benchmarks.sites import Site
@@ -135,18 +136,18 @@ def test_only_the_base_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_ranks_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.together.xo.rank", lambda: 0)
     monkeypatch.setattr("benchmarks.together.xo.size", lambda: 1)
-    together.meet({"seed": 0})
+    together.meet({"seed": 0}, "start")
     task = {"meeting": str(tmp_path), "jobs": 2}
-    first = threading.Thread(target=together.meet, args=({**task, "seed": 0},))
+    first = threading.Thread(target=together.meet, args=({**task, "seed": 0}, "start"))
     first.start()
     first.join(0.1)
     assert first.is_alive(), "it waits for the other job"
-    together.meet({**task, "seed": 1})
+    together.meet({**task, "seed": 1}, "start")
     first.join(20.0)
     assert not first.is_alive()
     monkeypatch.setattr(together, "MEETING_SECONDS", 0.0)
-    with pytest.raises(TimeoutError, match="other jobs"):
-        together.meet({**task, "seed": 1, "jobs": 3})
+    with pytest.raises(TimeoutError, match="come to the end"):
+        together.meet({**task, "seed": 1}, "end")
 
 
 def test_the_rate_of_a_cell_is_set_once_a_repeat() -> None:
@@ -157,3 +158,29 @@ def test_the_rate_of_a_cell_is_set_once_a_repeat() -> None:
     assert isinstance(outcome, Outcome)
     assert isinstance(outcome.cell, Cell)
     assert rates == [harness.Cell("vgg", 2.0, COMPUTE, 2).rate] * 2
+
+
+def test_models_are_kept_and_evaluated_afterwards() -> None:
+    workload = workloads.get("vgg", batch_size=8)
+    task = {"steps": 24, "every": 8, "longer": 1.0}
+    xo.init()
+    try:
+        answer = time_to_accuracy.measure(peers.get("crossover"), workload, {}, task)
+    finally:
+        xo.shutdown()
+    model = workload.model()
+    optimizer = workload.optimizer(model.parameters())
+    scheduler = workload.scheduler(optimizer, 24)
+    expected = [workload.accuracy(model)]
+    for step in range(24):
+        inputs, targets = workload.batch(0, step, 1)
+        optimizer.zero_grad()
+        workload.loss(model(inputs), targets).backward()
+        optimizer.step()
+        scheduler.step()
+        if step % 8 == 7:
+            expected.append(workload.accuracy(model))
+    assert answer["accuracies"] == expected
+    assert len(set(expected)) > 1, "training changes what is evaluated"
+    assert answer["seconds"] == sorted(answer["seconds"])
+    assert (answer["steps"], len(answer["seconds"])) == (24, 4)

@@ -159,6 +159,7 @@ def test_verification_refuses_a_link_that_stays_off(monkeypatch):
         return [{"link": 0, "asked": 500e6, "received": [498e6, 470e6], "worst": -0.06}]
 
     monkeypatch.setattr(bandwidth, "measure", measured)
+    monkeypatch.setattr(bandwidth, "PAUSE_SECONDS", 0.0)
     with pytest.raises(TestbedError, match=r"carries 498mbit, 470mbit \(by host\) where 500mbit was asked: -6.0%"):
         bandwidth.verify(bed)
     assert len(tries) == bandwidth.ATTEMPTS
