@@ -171,7 +171,8 @@ def draw(outcome: Outcome, pairs: dict[str, Pair], path: Path) -> None:
         left.legend(loc="lower right")
         bars = [(f"2 x {LABELS[name][0]}", 2 * points.seconds[-1], LABELS[name][2])
                 for name, (points, _) in curves.items()]  # fmt: skip
-        bars += [(PAIRS[name].replace(", taking", ",\ntaking"), found.seconds, LABELS[name][2]) for name, found in pairs.items()]
+        wrapped = {name: PAIRS[name].replace(", taking", ",\ntaking") for name in pairs}
+        bars += [(wrapped[name], found.seconds, LABELS[name][2]) for name, found in pairs.items()]
         drawn = right.barh([label for label, *_ in bars], [s for _, s, _ in bars], color=[c for *_, c in bars])
         right.bar_label(drawn, fmt="%.0f s", padding=3, fontsize=8.5)
         right.invert_yaxis()
