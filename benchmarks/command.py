@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from . import notes, peers, workloads
-from .harness import BASE, CEILING, Outcome, say
+from .harness import BASE, CEILING, Measure, Outcome, say, work
 from .testbed import BandwidthError, JobError, TestbedError
 
 UNAVAILABLE, OFF = 69, 3
@@ -100,6 +100,14 @@ def carry_out(question: Callable[[], int]) -> int:
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def script(options: argparse.Namespace, measure: Measure, question: Callable[[argparse.Namespace], int]) -> int:
+    """A question script with its command line read: a rank's worker, or the driver; the exit code."""
+    if options.worker:
+        work(options.worker, measure)
+        return 0
+    return carry_out(lambda: question(options))
 
 
 def conclude(options: argparse.Namespace, name: str, title: str, sections: Sequence[str], data: Any) -> None:

@@ -113,11 +113,7 @@ def options_of(words: Sequence[str] | None) -> argparse.Namespace:
 
 def main(words: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    options = options_of(words)
-    if options.worker:
-        harness.work(options.worker, measure)
-        return 0
-    return command.carry_out(partial(question, options))
+    return command.script(options_of(words), measure, question)
 
 
 def question(options: argparse.Namespace) -> int:

@@ -189,9 +189,9 @@ def both(
     delta: float = 0.0,
     compression: Any = xo.Compression.none,
 ) -> Training:
-    """SelSync whose averages travel under the next steps, one after the other: a threshold would only leave gaps.
+    """SelSync whose averages travel under the next steps: with delta 0 one after the other, as many as a link carries.
 
-    Gaps are of use where a second job takes turns with this one: then a threshold leaves it the link and the core.
+    With a threshold fewer leave: less work for the core, and gaps for a job that takes turns with this one.
 
     Its warm-up is longer than SelSync's, a sixteenth of a short training: averages that land late while rates rise can
     throw training back (from 82 to 57 % of the digits in the comparison's VGG with half precision).

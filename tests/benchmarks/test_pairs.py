@@ -11,34 +11,26 @@ from typing import Any
 import pytest
 
 import crossover as xo
-from benchmarks import harness, pair_to_accuracy, peers, time_to_accuracy, together, workloads
-from benchmarks.harness import Cell, Outcome
+from benchmarks import pair_to_accuracy, peers, time_to_accuracy, together, workloads
+from benchmarks.harness import Cell
 from benchmarks.pair_to_accuracy import Way, pair_curve
-from benchmarks.sites import Site
-from benchmarks.testbed import BandwidthError, JobError
+from benchmarks.testbed import JobError
 from benchmarks.time_to_accuracy import Curve
-from benchmarks.workloads.measure import ComputeTime
 
-COMPUTE = ComputeTime("vgg", 64, 4_000_000, forward_backward_s=0.040, step_s=0.050, spread=0.01)
+from .fake_site import COMPUTE, FakeSite
+
+CELL = Cell("vgg", 2.0, COMPUTE, hosts=2)
 SECONDS = {"ddp": 4.0, "crossover": 3.0, "crossover_selsync": 1.0}
 
 
-class FakeSite(Site):
+class PairSite(FakeSite):
     """A system's own seconds for one job; jobs at the same time wait for each other, and take half as long again."""
 
-    hosts = 2
-
-    def __init__(self, broken: str = "", off: bool = False) -> None:
-        self.broken, self.off = broken, off
+    def __init__(self, broken: str = "", off: tuple[float, ...] = ()) -> None:
+        super().__init__(off)
+        self.broken = broken
         self.jobs: list[tuple[dict[str, Any], dict[str, str]]] = []
         self.meeting = threading.Barrier(2, timeout=20.0)
-
-    def set_rate(self, rate: float) -> None:
-        if self.off:
-            raise BandwidthError("link 0 is off")
-
-    def compute(self, workload: Any) -> ComputeTime:
-        return COMPUTE
 
     def run(
         self,
@@ -60,18 +52,6 @@ class FakeSite(Site):
         answer = {"seconds": [0.0, seconds / 2, seconds], "accuracies": accuracies, "steps": task["steps"]}
         return [{name: answer}, {name: answer}]
 
-    def refuses(self, system: Any) -> str | None:
-        return None
-
-    def describe(self) -> dict[str, Any]:
-        return {"hosts": 2}
-
-    def place(self) -> str:
-        return "2 hosts"
-
-    def links(self) -> str:
-        return "slow"
-
 
 def options(*words: str) -> Any:
     return pair_to_accuracy.options_of(["--workloads", "vgg", "--cr", "2", "--steps", "40", *words])
@@ -84,7 +64,7 @@ def test_two_trainings_as_one() -> None:
 
 
 def test_every_system_one_after_the_other_and_with_turns() -> None:
-    site = FakeSite()
+    site = PairSite()
     asked = options("--systems", "crossover", "--repeats", "2")
     [(outcome, results)] = pair_to_accuracy.run(site, asked)
     ways = [Way("ddp", False), Way("crossover", False), Way("crossover", True)]
@@ -116,14 +96,14 @@ def test_what_is_not_exact_trains_longer_and_may_miss_the_target() -> None:
 
 def test_a_broken_way_and_a_refused_link_are_said() -> None:
     [(outcome, results)] = pair_to_accuracy.run(
-        FakeSite(broken="crossover_selsync"), options("--systems", "crossover,crossover_selsync")
+        PairSite(broken="crossover_selsync"), options("--systems", "crossover,crossover_selsync")
     )
     text = pair_to_accuracy.section(outcome, results, 40)
     assert text.count("cannot run") == 2
     assert "| Crossover, Overlapped, taking turns" in text
-    [(outcome, results)] = pair_to_accuracy.run(FakeSite(off=True), options())
+    [(outcome, results)] = pair_to_accuracy.run(PairSite(off=(CELL.rate,)), options())
     assert "Not measured: link 0 is off" in pair_to_accuracy.section(outcome, results, 40)
-    [(outcome, results)] = pair_to_accuracy.run(FakeSite(broken="ddp"), options("--systems", "crossover"))
+    [(outcome, results)] = pair_to_accuracy.run(PairSite(broken="ddp"), options("--systems", "crossover"))
     assert "No target without DDP" in pair_to_accuracy.section(outcome, results, 40)
 
 
@@ -151,13 +131,9 @@ def test_ranks_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_rate_of_a_cell_is_set_once_a_repeat() -> None:
-    site = FakeSite()
-    rates: list[float] = []
-    site.set_rate = rates.append  # type: ignore[method-assign]
-    [(outcome, _)] = pair_to_accuracy.run(site, options("--systems", "crossover", "--repeats", "2"))
-    assert isinstance(outcome, Outcome)
-    assert isinstance(outcome.cell, Cell)
-    assert rates == [harness.Cell("vgg", 2.0, COMPUTE, 2).rate] * 2
+    site = PairSite()
+    pair_to_accuracy.run(site, options("--systems", "crossover", "--repeats", "2"))
+    assert site.rates == [CELL.rate] * 2
 
 
 def test_models_are_kept_and_evaluated_afterwards() -> None:

@@ -10,34 +10,25 @@ import pytest
 
 from benchmarks import command, figures, harness, moonshot, scaling, step_time, time_to_accuracy
 from benchmarks.harness import Cell, Measured, Outcome
-from benchmarks.sites import Emulated, Site
-from benchmarks.testbed import BandwidthError, JobError
+from benchmarks.sites import Emulated
+from benchmarks.testbed import JobError
 from benchmarks.time_to_accuracy import Curve
 from benchmarks.workloads.measure import ComputeTime
 
-COMPUTE = ComputeTime("vgg", 64, 4_000_000, forward_backward_s=0.040, step_s=0.050, spread=0.01)
+from .fake_site import COMPUTE, FakeSite
+
 CELL = Cell("vgg", 1.0, COMPUTE, hosts=2)
 
 
-class FakeSite(Site):
-    """Answers at once; ``broken`` systems end their whole job, ``off`` rates are refused."""
-
-    hosts = 2
+class AnsweringSite(FakeSite):
+    """Answers at once; ``broken`` systems end their whole job."""
 
     def __init__(self, broken: tuple[str, ...] = (), off: tuple[float, ...] = ()) -> None:
-        self.broken, self.off = broken, off
+        super().__init__(off)
+        self.broken = broken
         self.jobs: list[tuple[str, dict[str, Any]]] = []
-        self.rate = 0.0
 
-    def set_rate(self, rate: float) -> None:
-        if rate in self.off:
-            raise BandwidthError("link 0 is off")
-        self.rate = rate
-
-    def compute(self, workload: Any) -> ComputeTime:
-        return COMPUTE
-
-    def run(self, module: str, arguments: Any, launcher: str, timeout: float) -> list[Any]:
+    def run(self, module: str, arguments: Any, launcher: str, timeout: float, variables: Any = None) -> list[Any]:
         task = json.loads(arguments[1])
         self.jobs.append((launcher, task))
         if any(name in self.broken for name in task["systems"]):
@@ -48,25 +39,16 @@ class FakeSite(Site):
     def refuses(self, system: Any) -> str | None:
         return "no CUDA" if system.name == "ddp_bf16" else None
 
-    def describe(self) -> dict[str, Any]:
-        return {"hosts": 2}
-
-    def place(self) -> str:
-        return "2 hosts"
-
-    def links(self) -> str:
-        return f"{self.rate:g} bit/s"
-
 
 SYSTEMS = ["ddp", "ddp_bf16", "crossover", "horovod"]
 
 
-def measure(site: FakeSite, cells: list[Cell], repeats: int) -> list[Outcome]:
+def measure(site: AnsweringSite, cells: list[Cell], repeats: int) -> list[Outcome]:
     return harness.in_turn(site, "module", cells, SYSTEMS, repeats, lambda cell: 8, {"tune": True})
 
 
 def test_systems_take_turns_in_alternating_order_and_keep_their_choice() -> None:
-    site = FakeSite()
+    site = AnsweringSite()
     [outcome] = measure(site, [CELL], repeats=2)
     orders = [(launcher, task["systems"]) for launcher, task in site.jobs]
     forth = [("torchrun", ["ddp", "crossover"]), ("horovod", ["horovod"])]
@@ -83,7 +65,7 @@ def test_systems_take_turns_in_alternating_order_and_keep_their_choice() -> None
 
 
 def test_a_system_that_breaks_its_job_is_found_and_takes_none_along() -> None:
-    site = FakeSite(broken=("crossover",))
+    site = AnsweringSite(broken=("crossover",))
     [outcome] = measure(site, [CELL], repeats=2)
     assert outcome.systems["crossover"].reason == "failed: ValueError: boom"
     assert len(outcome.systems["ddp"].runs) == len(outcome.systems["horovod"].runs) == 2
@@ -92,7 +74,7 @@ def test_a_system_that_breaks_its_job_is_found_and_takes_none_along() -> None:
 
 def test_a_link_that_is_off_refuses_its_cell_only() -> None:
     other = Cell("vgg", 2.0, COMPUTE, hosts=2)
-    site = FakeSite(off=(CELL.rate,))
+    site = AnsweringSite(off=(CELL.rate,))
     refused, measured = measure(site, [CELL, other], repeats=2)
     assert refused.refused == "link 0 is off"
     assert len(measured.systems["ddp"].runs) == 2
